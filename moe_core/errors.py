@@ -1,0 +1,66 @@
+"""The exception tree: every error of the project derives from `MoeCoreError`.
+
+An error says what failed, where it came from, what was expected and what to do. Errors about values also
+derive from `ValueError`, errors about the state of the machine or of a plugin from `RuntimeError`, so that
+code which does not know this project still catches them in the usual way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_core.decision import Decision
+
+
+class MoeCoreError(Exception):
+    """Base of every error raised by moe-core."""
+
+
+class SpecError(MoeCoreError, ValueError):
+    """A value object (spec, scheme, request, environment) holds a value outside its vocabulary."""
+
+
+class UnknownNameError(MoeCoreError, ValueError):
+    """A name (backend, preset, scheme, workload phase) is not known; the message lists what is."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(set(known)))
+        close = difflib.get_close_matches(name, self.known, n=1)
+        did_you_mean = f"; did you mean {close[0]!r}?" if close else ""
+        listed = ", ".join(self.known) or "none"
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")
+
+
+class PluginError(MoeCoreError, RuntimeError):
+    """A plugin could not be loaded, declared something invalid, or answered a hook wrongly."""
+
+
+class PluginConflictError(PluginError, ValueError):
+    """Two plugins claim one name; neither silently wins."""
+
+
+class ResolutionError(MoeCoreError, ValueError):
+    """No combination fits the request, or a pinned one does not; `decision` holds every reason."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        self.decision = decision
+        super().__init__(message)
+
+
+class WeightsError(MoeCoreError, ValueError):
+    """Checkpoint tensors are missing, unknown, misshapen or of a foreign layout; lists all of them."""
+
+
+class InputError(MoeCoreError, ValueError):
+    """A tensor given to a forward call has the wrong shape, dtype, device or content."""
+
+
+class PlanMismatchError(MoeCoreError, RuntimeError):
+    """The ranks of one group resolved different plans, or one of them did not answer in time."""
+
+
+class UnsupportedModelError(MoeCoreError, NotImplementedError):
+    """A model's experts module has a trait that the bridge does not understand; it never guesses."""

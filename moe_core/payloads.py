@@ -1,0 +1,161 @@
+"""The objects that hold tensors: tokens between dispatch and combine, and weights before and after preparation.
+
+Shapes: `T` tokens of this rank, `K` top-k, `H` hidden, `I` intermediate (of this rank), `L` local experts,
+`R` dispatched rows, `M` padded rows per expert. Canonical weights are `w13 [L, 2I, H]` with rows **[gate; up]**
+(`[L, I, H]` when not gated) and `w2 [L, H, I]`, so that `y = x @ W.T`: this is the one place that says so.
+
+Objects made during a forward are not frozen: frozen construction breaks full-graph compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+Tensor: TypeAlias = torch.Tensor
+#: `[rows, 2I]` (or `[rows, I]`) after GEMM1 -> `[rows, I]`.
+ActivationFn: TypeAlias = Callable[[Tensor], Tensor]
+#: `[rows, H]` -> `[rows, H]` after GEMM2, before the top-k weights.
+PostNormFn: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@attrs.define(eq=False, kw_only=True)
+class StandardTokens:
+    """Tokens as they came. The runner applies the top-k weights and sums over K.
+
+    Attributes:
+        hidden_states: `[T, H]` in the route's dispatch dtype.
+        topk_ids: `[T, K]` int32 or int64, **local** expert ids, -1 = no expert here (the slot contributes nothing
+            and its token must not be read through it).
+        topk_weights: `[T, K]`, used as fp32.
+        scales: Scales of quantized tokens, None otherwise.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    scales: Tensor | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class ContiguousTokens:
+    """Rows grouped by local expert, back to back. Combine applies the top-k weights.
+
+    Attributes:
+        hidden_states: `[R, H]` in the route's dispatch dtype; rows between an expert's count and the end of its
+            group, and rows past the last group, are undefined memory.
+        num_tokens_per_expert: `[L]` int32, real rows of each expert.
+        group_ends: `[L]` int32, row after each expert's group (its real rows padded to the route's alignment).
+        scales: Scales of quantized tokens, None otherwise.
+    """
+
+    hidden_states: Tensor
+    num_tokens_per_expert: Tensor
+    group_ends: Tensor
+    scales: Tensor | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class MaskedTokens:
+    """One block of rows per local expert. Combine applies the top-k weights.
+
+    Attributes:
+        hidden_states: `[L, M, H]` in the route's dispatch dtype.
+        masked_m: `[L]` int32, valid rows of each expert; rows beyond are undefined memory and are never read.
+        expected_m: Typical `masked_m`, a tuning hint only.
+        scales: Scales of quantized tokens, None otherwise.
+    """
+
+    hidden_states: Tensor
+    masked_m: Tensor
+    expected_m: int = 1
+    scales: Tensor | None = None
+
+
+Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
+#: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; the handle goes to the combine of this dispatch.
+DispatchFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Dispatched, Any]]
+#: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype.
+CombineFn: TypeAlias = Callable[[Tensor, Any], Tensor]
+#: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted).
+ExpertsFn: TypeAlias = Callable[[Dispatched], Tensor]
+#: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`.
+FusedFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: Every tensor that canonical weights may have; the first axis of each is the local expert.
+WEIGHT_NAMES = (
+    "w13",
+    "w2",
+    "b13",
+    "b2",
+    "w13_scale",
+    "w2_scale",
+    "w13_global_scale",
+    "w2_global_scale",
+    "w13_input_scale",
+    "w2_input_scale",
+)
+
+
+@attrs.define(eq=False, kw_only=True)
+class RawWeights:
+    """Canonical weights of one layer on this rank, as loaded. Preparation reads them and never writes them.
+
+    Attributes:
+        tensors: Name in `WEIGHT_NAMES` -> tensor with the local expert as first axis, any strides. Quantized
+            weights are in their stored form (packed fp4 and int4: uint8 `[.., K/2]`, element 2i in the low nibble).
+        activation: The callable of an activation of kind `module`.
+        post_norm: The callable after each expert's down projection, for layers that have one.
+        handed_over: Whether the receiver may keep these tensors instead of copying them.
+        release: Called with a local expert id when its raw memory is no longer needed.
+    """
+
+    tensors: dict[str, Tensor]
+    activation: ActivationFn | None = None
+    post_norm: PostNormFn | None = None
+    handed_over: bool = False
+    release: Callable[[int], None] | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class PreparedTensor:
+    """One tensor in the form a runner reads.
+
+    Attributes:
+        data: The tensor.
+        expert_axis: Axis that counts local experts, None for a tensor shared by all; rebalancing moves along it.
+        owned: False where `data` is a raw tensor, or a view of it, that still belongs to the model.
+    """
+
+    data: Tensor
+    expert_axis: int | None = 0
+    owned: bool = True
+
+
+@attrs.define(eq=False, kw_only=True)
+class PreparedWeights:
+    """Weights in one runner's layout; a runner refuses another's tag when it is bound.
+
+    Attributes:
+        layout: The tag that the runner's spec declares.
+        tensors: Name -> prepared tensor; **every** per-expert tensor is here.
+        activation: As in `RawWeights`.
+        post_norm: As in `RawWeights`.
+    """
+
+    layout: str
+    tensors: dict[str, PreparedTensor]
+    activation: ActivationFn | None = None
+    post_norm: PostNormFn | None = None
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor called `name`, or None."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else tensor.data
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor called `name`."""
+        return self.tensors[name].data

@@ -1,0 +1,198 @@
+"""Quantization schemes as values: what the stored weights are and what is done to activations.
+
+A scheme describes numbers, not a vendor's name for them, so that a runner can declare patterns over it.
+Formats: OCP Microscaling (MX) v1.0 for e2m1/e4m3/e8m0 with blocks of 32; block scales of 128 x 128 as in the
+DeepSeek-V3 checkpoints; NVFP4 as e2m1 with e4m3 scales per 16 and one fp32 global scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from moe_core.errors import SpecError
+from moe_core.vocabulary import ANY, FLOAT_DTYPES, one_of, require_word
+
+WEIGHT_DTYPES = (*FLOAT_DTYPES, "fp8", "int8", "int4", "fp4")
+SCALE_DTYPES = ("none", "fp32", "bf16", "e4m3", "e8m0")
+ACTIVATION_DTYPES = ("same", "fp8", "int8", "int4", "fp4")
+ACTIVATION_SCALING = ("none", "dynamic", "static")
+
+#: In a block or group size: the whole axis.
+WHOLE = -1
+
+
+def _is_block(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is None or value == ANY:
+        return
+    sizes = value if isinstance(value, tuple) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) and (size > 0 or size == WHOLE) for size in sizes):
+        raise SpecError(f"QuantScheme.{attribute.name}: expected (rows, columns) of ints > 0 or {WHOLE}, got {value!r}")
+
+
+@attrs.frozen(kw_only=True)
+class QuantScheme:
+    """How one projection (`w13` or `w2`) is stored and computed. In a pattern any field may be `any`.
+
+    Attributes:
+        weight_dtype: Element type of the stored weight.
+        weight_block: (rows, columns) that share one scale, `WHOLE` for an axis: (1, WHOLE) is per output channel,
+            (WHOLE, WHOLE) per tensor, (1, 32) groups of 32 input channels; None when unquantized.
+        weight_scale: Element type of those scales; they always multiply.
+        global_scale: Whether one more fp32 multiplier per expert and half exists (NVFP4).
+        activation_dtype: What activations are rounded to before the GEMM; `same` leaves them alone.
+        activation_scaling: `dynamic` (from the data), `static` (from the checkpoint) or `none`.
+        activation_group: Channels that share one activation scale; `WHOLE` is one scale per token, 0 per tensor.
+        activation_scale: Element type of the activation scales.
+    """
+
+    weight_dtype: str = attrs.field(validator=one_of(*WEIGHT_DTYPES, ANY))
+    weight_block: tuple[int, int] | str | None = attrs.field(default=None, validator=_is_block)
+    weight_scale: str = attrs.field(default="none", validator=one_of(*SCALE_DTYPES, ANY))
+    global_scale: bool | str = False
+    activation_dtype: str = attrs.field(default="same", validator=one_of(*ACTIVATION_DTYPES, ANY))
+    activation_scaling: str = attrs.field(default="none", validator=one_of(*ACTIVATION_SCALING, ANY))
+    activation_group: int | str = WHOLE
+    activation_scale: str = attrs.field(default="none", validator=one_of(*SCALE_DTYPES, ANY))
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a scheme that cannot be computed."""
+        if self.weight_dtype in FLOAT_DTYPES and (self.weight_block is not None or self.weight_scale != "none"):
+            raise SpecError(f"QuantScheme: unquantized {self.weight_dtype} weights have no block and no scale")
+        quantized = self.weight_dtype not in (*FLOAT_DTYPES, ANY)
+        if quantized and (self.weight_block is None or self.weight_scale == "none"):
+            raise SpecError(f"QuantScheme: {self.weight_dtype} weights need weight_block and weight_scale")
+        if ANY not in (self.activation_dtype, self.activation_scaling) and (
+            (self.activation_dtype == "same") != (self.activation_scaling == "none")
+        ):
+            raise SpecError(
+                f"QuantScheme: activation_dtype {self.activation_dtype!r} and activation_scaling "
+                f"{self.activation_scaling!r} contradict each other"
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the stored weights are anything else than plain floats."""
+        return self.weight_dtype not in FLOAT_DTYPES
+
+    @property
+    def has_input_global_scale(self) -> bool:
+        """Whether the checkpoint brings the scale that NVFP4 tokens on the wire need."""
+        return self.activation_dtype == "fp4" and self.activation_scaling == "static"
+
+    def matches(self, pattern: QuantScheme) -> bool:
+        """Whether every field equals the pattern's or the pattern says `any` there."""
+        fields = (field.name for field in attrs.fields(QuantScheme))
+        return all(getattr(pattern, name) in (ANY, getattr(self, name)) for name in fields)
+
+    @property
+    def label(self) -> str:
+        """The constant's name in lower case, or the changed fields of a scheme without one."""
+        for name, scheme in SCHEMES.items():
+            if scheme == self:
+                return name
+        fields = [f for f in attrs.fields(QuantScheme) if f.name != "weight_dtype" and getattr(self, f.name) != f.default]
+        return f"{self.weight_dtype}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
+
+    def __str__(self) -> str:
+        """Same as `label`."""
+        return self.label
+
+    @classmethod
+    def from_name(cls, name: str) -> QuantScheme:
+        """The scheme of a name in `SCHEMES`; raises `SpecError` listing the known names."""
+        require_word(name, SCHEMES, "quantization scheme")
+        return SCHEMES[name]
+
+    @classmethod
+    def from_hf(
+        cls, quantization_config: Mapping[str, Any] | None, module_name: str = "", dtype: str = "bf16"
+    ) -> QuantScheme:
+        """The scheme of one module of a Hugging Face checkpoint.
+
+        Args:
+            quantization_config: The `quantization_config` of `config.json`, or None.
+            module_name: Dotted name of the experts module, for the error message.
+            dtype: Layer dtype of an unquantized model.
+
+        Raises:
+            SpecError: The configuration names a method; none of them is read yet.
+        """
+        if not quantization_config:
+            return cls.from_name(dtype)
+        method = quantization_config.get("quant_method", "?")
+        raise SpecError(
+            f"quantization_config of {module_name or 'the model'}: quant_method {method!r} is not read by this version; "
+            "unquantized checkpoints are. Give the scheme as a value (QuantScheme) instead."
+        )
+
+
+def _weight_only(weight_dtype: str, block: tuple[int, int], scale: str, **more: Any) -> QuantScheme:
+    return QuantScheme(weight_dtype=weight_dtype, weight_block=block, weight_scale=scale, **more)
+
+
+def _dynamic(weight: QuantScheme, dtype: str, group: int = WHOLE, scale: str = "fp32") -> QuantScheme:
+    return attrs.evolve(
+        weight, activation_dtype=dtype, activation_scaling="dynamic", activation_group=group, activation_scale=scale
+    )
+
+
+FP32 = QuantScheme(weight_dtype="fp32")
+BF16 = QuantScheme(weight_dtype="bf16")
+FP16 = QuantScheme(weight_dtype="fp16")
+FP8_BLOCK128 = _dynamic(_weight_only("fp8", (128, 128), "fp32"), "fp8", 128)
+FP8_BLOCK128_UE8M0 = _dynamic(_weight_only("fp8", (128, 128), "e8m0"), "fp8", 128, "e8m0")
+W8A8_INT8 = _dynamic(_weight_only("int8", (1, WHOLE), "fp32"), "int8")
+W4A8_INT8 = _dynamic(_weight_only("int4", (1, WHOLE), "fp32"), "int8")
+W4A4_INT4 = _dynamic(_weight_only("int4", (1, WHOLE), "fp32"), "int4")
+MXFP4_W4A16 = _weight_only("fp4", (1, 32), "e8m0")
+MXFP8 = _dynamic(_weight_only("fp8", (1, 32), "e8m0"), "fp8", 32, "e8m0")
+NVFP4_W4A16 = _weight_only("fp4", (1, 16), "e4m3", global_scale=True)
+NVFP4 = attrs.evolve(
+    NVFP4_W4A16, activation_dtype="fp4", activation_scaling="static", activation_group=16, activation_scale="e4m3"
+)
+
+#: Names by which the command line and the decisions call a scheme.
+SCHEMES: dict[str, QuantScheme] = {
+    "fp32": FP32,
+    "bf16": BF16,
+    "fp16": FP16,
+    "fp8_block128": FP8_BLOCK128,
+    "fp8_block128_ue8m0": FP8_BLOCK128_UE8M0,
+    "w8a8_int8": W8A8_INT8,
+    "w4a8_int8": W4A8_INT8,
+    "w4a4_int4": W4A4_INT4,
+    "mxfp4_w4a16": MXFP4_W4A16,
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "nvfp4_w4a16": NVFP4_W4A16,
+}
+
+
+@attrs.frozen
+class LayerQuant:
+    """The schemes of both projections, which may differ (for example int4 `w13` beside int8 `w2`)."""
+
+    w13: QuantScheme = attrs.field(validator=attrs.validators.instance_of(QuantScheme))
+    w2: QuantScheme = attrs.field(validator=attrs.validators.instance_of(QuantScheme))
+
+    @classmethod
+    def of(cls, scheme: QuantScheme | LayerQuant) -> LayerQuant:
+        """Both projections with one scheme; a `LayerQuant` is returned as it is."""
+        return scheme if isinstance(scheme, LayerQuant) else cls(scheme, scheme)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any projection is."""
+        return self.w13.is_quantized or self.w2.is_quantized
+
+    @property
+    def label(self) -> str:
+        """`bf16`, or `w13/w2` where they differ."""
+        return self.w13.label if self.w13 == self.w2 else f"{self.w13.label}/{self.w2.label}"
+
+    def __str__(self) -> str:
+        """Same as `label`."""
+        return self.label
