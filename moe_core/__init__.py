@@ -1,0 +1,1 @@
+"""moe-core: one Mixture-of-Experts layer on whatever hardware and quantization its user has."""
