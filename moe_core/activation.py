@@ -57,7 +57,11 @@ class ActivationSpec:
             raise SpecError(f"ActivationSpec.limit: expected a finite number > 0 or None, got {self.limit}")
         if self.alpha != 1.0 and self.kind != "silu":
             raise SpecError(f"ActivationSpec.alpha applies to kind 'silu' only, not to {self.kind!r}")
-        gate_only = {"limit": self.limit is not None, "beta": self.beta != 0.0, "row_order": self.row_order != "gate_up"}
+        gate_only = {
+            "limit": self.limit is not None,
+            "beta": self.beta != 0.0,
+            "row_order": self.row_order != "gate_up",
+        }
         for name in (name for name, is_set in gate_only.items() if is_set and not self.gated):
             raise SpecError(f"ActivationSpec.{name} applies to gated activations only")
 

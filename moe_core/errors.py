@@ -31,7 +31,7 @@ class UnknownNameError(MoeCoreError, ValueError):
         close = difflib.get_close_matches(name, self.known, n=1)
         did_you_mean = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(self.known) or "none"
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean}. Known: {listed}.{' ' + hint if hint else ''}")
 
 
 class PluginError(MoeCoreError, RuntimeError):

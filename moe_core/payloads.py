@@ -85,6 +85,22 @@ ExpertsFn: TypeAlias = Callable[[Dispatched], Tensor]
 #: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`.
 FusedFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+
+@attrs.frozen(kw_only=True)
+class ExpertGroup:
+    """This process's place among the expert-parallel ranks.
+
+    Attributes:
+        rank: 0 .. size - 1.
+        size: Expert-parallel ranks.
+        process_group: The `torch.distributed` group; None where nothing is sent (one rank, or replicated tokens).
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: torch.distributed.ProcessGroup | None = None
+
+
 #: Every tensor that canonical weights may have; the first axis of each is the local expert.
 WEIGHT_NAMES = (
     "w13",

@@ -93,7 +93,9 @@ class QuantScheme:
         for name, scheme in SCHEMES.items():
             if scheme == self:
                 return name
-        fields = [f for f in attrs.fields(QuantScheme) if f.name != "weight_dtype" and getattr(self, f.name) != f.default]
+        fields = [
+            f for f in attrs.fields(QuantScheme) if f.name != "weight_dtype" and getattr(self, f.name) != f.default
+        ]
         return f"{self.weight_dtype}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
 
     def __str__(self) -> str:
@@ -124,8 +126,8 @@ class QuantScheme:
             return cls.from_name(dtype)
         method = quantization_config.get("quant_method", "?")
         raise SpecError(
-            f"quantization_config of {module_name or 'the model'}: quant_method {method!r} is not read by this version; "
-            "unquantized checkpoints are. Give the scheme as a value (QuantScheme) instead."
+            f"quantization_config of {module_name or 'the model'}: quant_method {method!r} is not read by this "
+            "version; unquantized checkpoints are. Give the scheme as a value (QuantScheme) instead."
         )
 
 

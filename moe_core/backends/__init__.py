@@ -1,0 +1,1 @@
+"""Built-in backends, registered through the same hooks as any other."""

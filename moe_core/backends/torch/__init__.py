@@ -1,0 +1,1 @@
+"""The built-in `torch` backend: every device, every activation, any transport that torch.distributed has."""

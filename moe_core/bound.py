@@ -1,0 +1,142 @@
+"""A plan bound to its weights: what runs in every forward, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from moe_core.agreement import check_agreement
+from moe_core.errors import InputError, PluginError
+from moe_core.kernels.checks import check_tokens
+from moe_core.manager import BackendManager
+from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, Tensor
+from moe_core.plan import MoEPlan, Route
+from moe_core.weights.expected import FLOAT
+
+
+@attrs.define(eq=False)
+class BoundRoute:
+    """The functions of one route; a fused route has only `fused`."""
+
+    route: Route
+    dispatch: DispatchFn | None
+    experts: ExpertsFn | None
+    combine: CombineFn | None
+    fused: FusedFn | None
+
+
+class BoundExperts:
+    """The experts of one layer, ready to run.
+
+    Holds no parameters of its own: `MoELayer` and the model bridges wrap it and own the weights.
+
+    Attributes:
+        plan: What was bound.
+        weights: The prepared weights it reads.
+        routes: The bound functions, one entry per route of the plan.
+    """
+
+    def __init__(
+        self, plan: MoEPlan, weights: PreparedWeights, manager: BackendManager, group: ExpertGroup | None = None
+    ) -> None:
+        """Bind every route; ranks of a process group compare their plans first.
+
+        Raises:
+            PluginError: A binder cannot be imported or returns something else, or the weights have a foreign tag.
+            PlanMismatchError: The ranks disagree.
+        """
+        self.plan, self.weights = plan, weights
+        group = group or ExpertGroup()
+        check_agreement(plan, group, next(iter(weights.tensors.values())).data.device)
+        self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
+        request = plan.request
+        self._sizes = (request.hidden_size, request.top_k, FLOAT[request.dtype])
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        phase: str | None = None,
+        overlap: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Run the layer's experts.
+
+        Args:
+            hidden_states: `[T, H]` in the layer's dtype; left as it is.
+            topk_ids: `[T, K]` int32 or int64 global expert ids, -1 = no expert.
+            topk_weights: `[T, K]` any float dtype, used as fp32.
+            phase: Which workload this is; needed where a multi-rank plan has several.
+            overlap: Runs between dispatch and combine, for example a shared expert.
+
+        Returns:
+            `[T, H]` in the layer's dtype; the whole sum if `plan.output_is_complete`, else this rank's part.
+
+        Raises:
+            InputError: Wrong shapes, dtypes or devices, ids out of range (on CPU; a device-side assertion
+                elsewhere), or more tokens than the route's workload declares.
+        """
+        check_tokens(hidden_states, topk_ids, topk_weights, *self._sizes)
+        if hidden_states.requires_grad and torch.is_grad_enabled():
+            return _InferenceOnly.apply(self, hidden_states, topk_ids, topk_weights, phase, overlap)  # type: ignore[no-any-return, no-untyped-call]
+        return self._run(hidden_states, topk_ids, topk_weights, phase, overlap)
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: str | None,
+        overlap: Callable[[], None] | None,
+    ) -> Tensor:
+        bound = self.routes[0] if len(self.routes) == 1 else self._choose(hidden_states.shape[0], phase)
+        limit = bound.route.max_tokens
+        if limit is not None and hidden_states.shape[0] > limit:
+            raise InputError(
+                f"{hidden_states.shape[0]} tokens on this rank, the {bound.route.phase} workload was declared with "
+                f"max_tokens {limit}; declare a larger workload or send the tokens in chunks"
+            )
+        if bound.fused is not None:
+            output = bound.fused(hidden_states, topk_ids, topk_weights)
+            if overlap is not None:
+                overlap()
+            return output
+        dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)  # type: ignore[misc]
+        if overlap is not None:
+            overlap()
+        return bound.combine(bound.experts(dispatched), handle)  # type: ignore[misc]
+
+    def _choose(self, num_tokens: int, phase: str | None) -> BoundRoute:
+        return self.routes[self.plan.route_index(num_tokens, phase)]
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """Runs the forward as it is and refuses the backward, instead of losing gradients silently."""
+
+    @staticmethod
+    def forward(ctx: Any, experts: BoundExperts, hidden_states: Tensor, *arguments: Any) -> Tensor:
+        return experts._run(hidden_states, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise InputError("moe-core computes inference only: there is no gradient; train with the model's own experts")
+
+
+def _bind(
+    plan: MoEPlan, route: Route, weights: PreparedWeights, manager: BackendManager, group: ExpertGroup
+) -> BoundRoute:
+    experts = manager.bind_experts(plan, route, weights)
+    if route.dispatcher is None:
+        return BoundRoute(route, None, None, None, experts)  # type: ignore[arg-type]
+    where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
+    module, _, name = route.dispatcher.spec.binder.partition(":")
+    try:
+        dispatch, combine = getattr(importlib.import_module(module), name)(plan, route, group)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
+    return BoundRoute(route, dispatch, experts, combine, None)  # type: ignore[arg-type]

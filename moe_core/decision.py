@@ -1,0 +1,221 @@
+"""Why a combination was chosen and every other was not: results of the resolver, as values.
+
+Two readable stages per workload: each spec alone with all its reasons, then pairs of those that passed. Pair
+reasons appear only there, so that whoever fixes the listed reasons and resolves again ends feasible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from moe_core.environment import Environment
+from moe_core.request import LayerRequest, Workload
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
+from moe_core.vocabulary import REASON_CODES, one_of
+
+
+@attrs.frozen
+class Reason:
+    """One "no".
+
+    Attributes:
+        code: One of `REASON_CODES`.
+        needs: What would have been needed.
+        found: What was there instead.
+        hint: What to do, "" if nothing can be done.
+    """
+
+    code: str = attrs.field(validator=one_of(*REASON_CODES))
+    needs: str
+    found: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        """`arch: needs sm100, sm103, found sm90; hint`."""
+        return f"{self.code}: needs {self.needs}, found {self.found}{'; ' + self.hint if self.hint else ''}"
+
+
+@attrs.frozen(kw_only=True)
+class PluginReport:
+    """One plugin as the manager sees it: `ready`, `failed` or `conflict`, with its error in the latter cases."""
+
+    name: str
+    status: str
+    distribution: str = ""
+    version: str = ""
+    error: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class SpecReport:
+    """One declared spec alone against request and environment."""
+
+    declared: DeclaredDispatcher | DeclaredRunner
+    reasons: tuple[Reason, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class PairReport:
+    """One pair of specs that both passed alone (or a fused runner), with the dtypes it can carry."""
+
+    candidate: Candidate
+    reasons: tuple[Reason, ...] = ()
+    token_dtypes: tuple[TokenDtype, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class DtypeChoice:
+    """The dispatch dtype of a pair, and the rule that decided.
+
+    Attributes:
+        token_dtype: The result.
+        rule: `pin`, `variable`, `input-global-scale`, `runner` or `hook:<plugin>`.
+        requested: What was asked for where a documented adjustment replaced it, else None.
+        notes: Preferences that were skipped, adjustments, an ignored variable.
+    """
+
+    token_dtype: TokenDtype
+    rule: str
+    requested: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Ranked:
+    """A feasible candidate with its place's cause (`pin`, `prefer`, `measured ...`, `tier tuned`, `name`) and dtype."""
+
+    candidate: Candidate
+    because: str
+    dtype: DtypeChoice
+
+
+@attrs.frozen(kw_only=True)
+class WorkloadDecision:
+    """Everything about one workload; `ranked` is best first and empty if nothing fits."""
+
+    workload: Workload
+    specs: tuple[SpecReport, ...]
+    pairs: tuple[PairReport, ...]
+    ranked: tuple[Ranked, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Decision:
+    """The resolver's whole answer for one layer.
+
+    Attributes:
+        request: What was asked.
+        environment: For which machine.
+        plugins: What discovery found, failed plugins included.
+        workloads: One decision per workload.
+        weight_layout: The layout shared by the first-ranked candidates of all workloads, None if not feasible.
+        error: Why no plan can be made, "" if one can.
+    """
+
+    request: LayerRequest
+    environment: Environment
+    plugins: tuple[PluginReport, ...] = ()
+    workloads: tuple[WorkloadDecision, ...] = ()
+    weight_layout: str | None = None
+    error: str = ""
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether every workload has a candidate and all share a weight layout."""
+        return not self.error
+
+    def reasons_of(self, full_name: str) -> tuple[Reason, ...]:
+        """All reasons against one spec or pair (by full name), over all workloads, without repetition."""
+        found: dict[Reason, None] = {}
+        for workload in self.workloads:
+            for spec in workload.specs:
+                if spec.declared.full_name == full_name:
+                    found.update(dict.fromkeys(spec.reasons))
+            for pair in workload.pairs:
+                if pair.candidate.full_name == full_name:
+                    found.update(dict.fromkeys(pair.reasons))
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for programs."""
+        return {
+            "schema": 1,
+            "feasible": self.is_feasible,
+            "error": self.error,
+            "weight_layout": self.weight_layout,
+            "request": attrs.asdict(self.request),
+            "environment": self.environment.to_json(),
+            "plugins": [attrs.asdict(plugin) for plugin in self.plugins],
+            "workloads": [_workload_json(workload) for workload in self.workloads],
+        }
+
+    def explain(self) -> str:
+        """Both stages of every workload as plain text, one line per reason."""
+        return "\n".join(_lines(self))
+
+
+def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
+    return {
+        "workload": attrs.asdict(decision.workload),
+        "specs": [
+            {"name": spec.declared.full_name, "reasons": [attrs.asdict(reason) for reason in spec.reasons]}
+            for spec in decision.specs
+        ],
+        "pairs": [
+            {
+                "name": pair.candidate.full_name,
+                "token_dtypes": [str(dtype) for dtype in pair.token_dtypes],
+                "reasons": [attrs.asdict(reason) for reason in pair.reasons],
+            }
+            for pair in decision.pairs
+        ],
+        "ranked": [
+            {
+                "name": ranked.candidate.full_name,
+                "because": ranked.because,
+                "dispatch_dtype": str(ranked.dtype.token_dtype),
+                "dtype_rule": ranked.dtype.rule,
+                "dtype_requested": ranked.dtype.requested,
+                "dtype_notes": list(ranked.dtype.notes),
+            }
+            for ranked in decision.ranked
+        ],
+        "notes": list(decision.notes),
+    }
+
+
+def _lines(decision: Decision) -> Iterator[str]:
+    environment = decision.environment
+    arch = f" {environment.arch}" if environment.arch else ""
+    yield f"environment: {environment.device_type}{arch} ({environment.source})"
+    for plugin in decision.plugins:
+        if plugin.error:
+            yield f"plugin {plugin.name}: {plugin.status}: {plugin.error}"
+    for workload in decision.workloads:
+        yield from _workload_lines(workload)
+    yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
+
+
+def _workload_lines(decision: WorkloadDecision) -> Iterator[str]:
+    yield f"workload {decision.workload.phase}: each spec alone"
+    for spec in decision.specs:
+        yield from _verdict(spec.declared.full_name, spec.reasons)
+    yield f"workload {decision.workload.phase}: pairs of those that passed"
+    for pair in decision.pairs:
+        yield from _verdict(pair.candidate.full_name, pair.reasons)
+    for place, ranked in enumerate(decision.ranked, start=1):
+        dtype = ranked.dtype
+        adjusted = f", asked for {dtype.requested}" if dtype.requested else ""
+        chosen = f"{dtype.token_dtype} by {dtype.rule}{adjusted}"
+        yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {chosen}"
+        yield from (f"     note: {note}" for note in dtype.notes)
+    yield from (f"  note: {note}" for note in decision.notes)
+
+
+def _verdict(name: str, reasons: tuple[Reason, ...]) -> Iterator[str]:
+    yield f"  {name}: {'no' if reasons else 'yes'}"
+    yield from (f"    {reason}" for reason in reasons)

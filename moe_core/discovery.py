@@ -1,0 +1,116 @@
+"""Find and load plugins: two functions, three types. Finding imports nothing; loading imports one module."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import traceback
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from moe_core.errors import UnknownNameError
+from moe_core.hookspecs import ENTRY_POINT_GROUP
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """An entry point, known from metadata alone.
+
+    Attributes:
+        name: The plugin's name.
+        load: Imports and returns the plugin module.
+        value: What the entry point names, for messages.
+        distribution: The distribution that provides it.
+        version: That distribution's version.
+        location: Where its metadata lies.
+    """
+
+    name: str
+    load: Callable[[], object] = attrs.field(eq=False, repr=False)
+    value: str = ""
+    distribution: str = ""
+    version: str = ""
+    location: str = ""
+
+    def __str__(self) -> str:
+        """`'name' (distribution 1.2, entry point module)`."""
+        origin = f"{self.distribution} {self.version}, " if self.distribution else ""
+        return f"{self.name!r} ({origin}entry point {self.value or 'given by hand'})"
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """A plugin module that was imported."""
+
+    found: Found
+    module: object
+
+
+@attrs.frozen(kw_only=True)
+class Failed:
+    """A plugin that could not be used, with what stopped it.
+
+    Attributes:
+        found: Which plugin.
+        stage: `load`, `register`, `declare` or `conflict`.
+        error: The exception, kept so that asking for the plugin raises it as the cause.
+        traceback: Its formatted traceback.
+    """
+
+    found: Found
+    stage: str
+    error: BaseException
+    traceback: str
+
+    @classmethod
+    def because(cls, found: Found, stage: str, error: BaseException) -> Failed:
+        """From an exception that is being handled."""
+        return cls(found=found, stage=stage, error=error, traceback="".join(traceback.format_exception(error)))
+
+    def __str__(self) -> str:
+        """One line: class and text of the error."""
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+def find(allowed: Iterable[str] | None = None) -> tuple[Found, ...]:
+    """Every entry point of the group, sorted by name; nothing is imported.
+
+    One distribution seen twice (two metadata folders on the path) counts once.
+
+    Args:
+        allowed: Names to keep; None for all, empty for none.
+
+    Raises:
+        UnknownNameError: `allowed` names a plugin that is not installed.
+    """
+    unique: dict[tuple[str, str, str], Found] = {}
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        found = _found(entry_point)
+        unique.setdefault((found.name, found.value, found.distribution), found)
+    everything = sorted(unique.values(), key=lambda found: (found.name, found.distribution, found.value))
+    if allowed is None:
+        return tuple(everything)
+    wanted = set(allowed)
+    for name in sorted(wanted - {found.name for found in everything}):
+        raise UnknownNameError("plugin", name, (found.name for found in everything))
+    return tuple(found for found in everything if found.name in wanted)
+
+
+def _found(entry_point: importlib.metadata.EntryPoint) -> Found:
+    distribution = entry_point.dist
+    return Found(
+        name=entry_point.name,
+        load=entry_point.load,
+        value=entry_point.value,
+        distribution=distribution.name if distribution else "",
+        version=distribution.version if distribution else "",
+        location=str(getattr(distribution, "_path", "")) if distribution else "",
+    )
+
+
+def load(found: Found) -> Loaded | Failed:
+    """Import one plugin; whatever it raises, `sys.exit` included, is its own failure and nobody else's."""
+    try:
+        return Loaded(found=found, module=found.load())
+    except (Exception, SystemExit) as error:
+        return Failed.because(found, "load", error)

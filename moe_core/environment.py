@@ -1,0 +1,172 @@
+"""What a machine is: probed, made by hand, read from JSON, or a named preset.
+
+`probe_environment` is the one function of the core that may look at the machine. Everything else takes an
+`Environment`, so that a laptop can answer for an H100.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from moe_core.errors import SpecError, UnknownNameError
+from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, one_of
+
+
+def _package_pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    return as_sorted_tuple(value.items() if isinstance(value, Mapping) else value)
+
+
+@attrs.frozen(kw_only=True)
+class Environment:
+    """One machine, as far as backends care.
+
+    Attributes:
+        device_type: One of `DEVICE_TYPES`.
+        arch: Device generation: `sm90`, `a3`; "" where the device type has none.
+        device_name: For people.
+        driver: Driver or toolkit version, for bug reports.
+        packages: Sorted (import name, version) pairs; version "" if unknown. Absent means not installed.
+        source: How this description came about: `probed`, `preset h100`, a file name, or `by hand`.
+    """
+
+    device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
+    arch: str = ""
+    device_name: str = ""
+    driver: str = ""
+    packages: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_package_pairs)
+    source: str = attrs.field(default="by hand", eq=False)
+
+    def version(self, module: str) -> str | None:
+        """Version of an import name: "" if unknown, None if it is not installed."""
+        return dict(self.packages).get(module)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` reads it back."""
+        return {**attrs.asdict(self), "packages": dict(self.packages)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str = "by hand") -> Environment:
+        """Read plain data; raises `SpecError` naming unknown or missing fields."""
+        known = {field.name for field in attrs.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown or "device_type" not in data:
+            problem = f"unknown fields {unknown}" if unknown else "field 'device_type' is missing"
+            raise SpecError(f"environment {source}: {problem}; known fields: {', '.join(sorted(known))}")
+        return cls(**{**data, "source": source})
+
+
+_CUDA_PACKAGES = {
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "deep_gemm": "2.5.0",
+    "deep_ep": "1.2.1",
+    "flashinfer": "0.6.11",
+    "cutlass": "4.4.2",
+}
+_ASCEND_PACKAGES = {"torch": "2.13.0", "torch_npu": "2.13.0", "deep_ep": "1.0.0", "sgl_kernel_npu": "2026.8.0"}
+
+#: Machines to ask about by name. Each states the packages it assumes.
+PRESETS: dict[str, Environment] = {
+    name: Environment(
+        device_type=device, arch=arch, device_name=label, driver=driver, packages=packages, source=f"preset {name}"
+    )
+    for name, device, arch, label, driver, packages in (
+        ("cpu", "cpu", "", "generic CPU", "", {"torch": "2.13.0"}),
+        ("h100", "cuda", "sm90", "NVIDIA H100", "CUDA 13.0", _CUDA_PACKAGES),
+        ("h200", "cuda", "sm90", "NVIDIA H200", "CUDA 13.0", _CUDA_PACKAGES),
+        ("b200", "cuda", "sm100", "NVIDIA B200", "CUDA 13.0", _CUDA_PACKAGES),
+        ("ascend-a3", "npu", "a3", "Ascend Atlas A3", "CANN 8.5", _ASCEND_PACKAGES),
+    )
+}
+
+
+def load_environment(name: str) -> Environment:
+    """An environment from a preset's name or a JSON file's path.
+
+    Raises:
+        UnknownNameError: Neither a preset nor a file.
+        SpecError: The file is not valid JSON or holds unknown fields.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UnknownNameError("environment", name, PRESETS, hint="A path to a JSON file is taken too.")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"environment file {name}: not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"environment file {name}: expected a JSON object, got {type(data).__name__}")
+    return Environment.from_json(data, source=name)
+
+
+@functools.cache
+def _distributions_by_module() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def installed_version(module: str) -> str | None:
+    """Version of an import name from metadata alone: "" if it has none, None if it is not installed.
+
+    The module is looked for, never imported: an import may fail, print, or initialise a device.
+    """
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except (ImportError, ValueError):
+        return None
+    for distribution in _distributions_by_module().get(module, ()):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def installed_packages(modules: Iterable[str]) -> dict[str, str]:
+    """Import name -> version of those of `modules` that are installed."""
+    versions = {module: installed_version(module) for module in modules}
+    return {module: version for module, version in versions.items() if version is not None}
+
+
+def unprobed_environment(modules: Iterable[str] = ()) -> Environment:
+    """This machine's packages without a look at its devices; imports nothing."""
+    return Environment(
+        device_type="cpu", device_name="not probed", packages=installed_packages(modules), source="unprobed"
+    )
+
+
+def probe_environment(modules: Iterable[str] = (), device_type: str | None = None) -> Environment:
+    """Describe this machine; imports torch and asks it for its accelerator.
+
+    Args:
+        modules: Import names whose versions matter, usually the loaded plugins' requirements.
+        device_type: Describe this device type of the machine instead of its accelerator.
+
+    Raises:
+        SpecError: `device_type` is asked for and this torch cannot reach such a device.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = accelerator.type if accelerator is not None else "cpu"
+    device = device_type or found
+    if device not in (found, "cpu", "meta"):
+        raise SpecError(f"device type {device!r} was asked for, but torch {torch.__version__} finds {found!r} here")
+    packages = installed_packages({"torch", "triton", *modules})
+    described = Environment(device_type=device, device_name=device, packages=packages, source="probed")
+    if device != "cuda":
+        return described
+    major, minor = torch.cuda.get_device_capability()
+    return attrs.evolve(
+        described,
+        arch=f"sm{major}{minor}",
+        device_name=torch.cuda.get_device_name(),
+        driver=f"CUDA {torch.version.cuda}",
+    )

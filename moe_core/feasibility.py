@@ -1,0 +1,133 @@
+"""Whether a spec fits a request on a machine, and whether two specs fit each other: all reasons, never the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import InvalidVersion, Version
+
+from moe_core.decision import Reason
+from moe_core.environment import Environment
+from moe_core.request import LayerRequest, Workload
+from moe_core.specs import (
+    Candidate,
+    DeclaredDispatcher,
+    DeclaredRunner,
+    DispatcherSpec,
+    Requirement,
+    RunnerSpec,
+    answers_to,
+)
+from moe_core.vocabulary import ANY
+
+
+def spec_reasons(
+    declared: DeclaredDispatcher | DeclaredRunner,
+    requirements: tuple[Requirement, ...],
+    request: LayerRequest,
+    workload: Workload,
+    environment: Environment,
+) -> tuple[Reason, ...]:
+    """Every reason against one spec alone; `requirements` are its plugin's."""
+    spec = declared.spec
+    reasons = [
+        *_excluded(declared, request),
+        *_requirement_reasons((*requirements, *spec.requirements), environment),
+        *_device_reasons(spec, environment),
+        *_workload_reasons(spec, request, workload),
+        *_limit_reasons(spec, request, workload),
+    ]
+    if isinstance(spec, RunnerSpec):
+        reasons += _runner_reasons(spec, request)
+    if isinstance(spec, DispatcherSpec) or spec.format == "fused":
+        reasons += _token_reasons(spec, request)
+    return tuple(reasons)
+
+
+def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
+    """Every reason why a dispatcher and a runner that both passed do not fit each other, but for the dtype."""
+    if candidate.dispatcher is None:
+        return ()
+    dispatcher, runner = candidate.dispatcher.spec, candidate.runner.spec
+    if dispatcher.format != runner.format:
+        return (Reason("format", f"{runner.format} tokens", f"{dispatcher.format} tokens"),)
+    reasons = []
+    if dispatcher.row_alignment % runner.row_alignment and dispatcher.row_alignment:
+        needs = f"rows per expert in multiples of {runner.row_alignment}"
+        reasons.append(Reason("alignment", needs, f"multiples of {dispatcher.row_alignment}"))
+    if runner.format == "standard" and dispatcher.id_space != runner.id_space and request.ep_size > 1:
+        reasons.append(Reason("format", f"{runner.id_space} expert ids", f"{dispatcher.id_space} expert ids"))
+    return tuple(reasons)
+
+
+def _excluded(declared: DeclaredDispatcher | DeclaredRunner, request: LayerRequest) -> Iterator[Reason]:
+    for name in request.exclude:
+        if name == declared.plugin or answers_to(name, declared):
+            yield Reason("excluded", "not to be excluded", f"exclude={name!r}", "take it out of exclude")
+
+
+def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Environment) -> Iterator[Reason]:
+    for requirement in dict.fromkeys(requirements):
+        found = environment.version(requirement.module)
+        if found is None:
+            wanted = f"{requirement.module}{' >= ' + requirement.minimum if requirement.minimum else ''}"
+            yield Reason("package", wanted, "not installed", requirement.install)
+        elif requirement.minimum and not _is_at_least(found, requirement.minimum):
+            wanted = f"{requirement.module} >= {requirement.minimum}"
+            yield Reason(
+                "version", wanted, f"{requirement.module} {found or 'of unknown version'}", requirement.install
+            )
+
+
+def _is_at_least(found: str, minimum: str) -> bool:
+    try:
+        return Version(found) >= Version(minimum)
+    except InvalidVersion:
+        return False
+
+
+def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
+    if ANY not in spec.devices and environment.device_type not in spec.devices:
+        yield Reason("device", " or ".join(spec.devices), environment.device_type)
+    if spec.archs and environment.arch not in spec.archs:
+        yield Reason("arch", " or ".join(spec.archs), environment.arch or "no device generation")
+
+
+def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
+    if workload.phase not in spec.phases:
+        yield Reason("phase", " or ".join(spec.phases), workload.phase)
+    if workload.graph_capture and not spec.graph_safe:
+        yield Reason("graph", "a graph-safe backend", "one that synchronises with the host or has shapes from data")
+    if request.deterministic and not spec.deterministic:
+        yield Reason("determinism", "bitwise repeatable results", "not declared deterministic")
+
+
+def _limit_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
+    sizes = request.sizes(workload)
+    for limit in spec.limits:
+        size = sizes[limit.field]
+        if size is not None and not limit.allows(size):
+            yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint)
+
+
+def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
+    quant = request.quant
+    if not any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in spec.schemes):
+        yield Reason("scheme", " or ".join(map(str, spec.schemes)), str(quant))
+    if not any(pattern.matches(request.activation) for pattern in spec.activations):
+        yield Reason("activation", " or ".join(map(str, spec.activations)), str(request.activation))
+    if request.dtype not in spec.dtypes:
+        yield Reason("dtype", f"layer dtype {' or '.join(spec.dtypes)}", request.dtype)
+    if request.bias and not spec.bias:
+        yield Reason("bias", "a layer without expert biases", "expert biases")
+    if request.weight_on_input and not spec.weight_on_input:
+        yield Reason("weighting", "router weights on the output", "router weights on the input")
+    if request.post_norm and not spec.post_norm:
+        yield Reason("post-norm", "no norm after each expert", "a norm after each expert")
+
+
+def _token_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
+    # One rank alone has all tokens and its own share at the same time.
+    if request.ep_size > 1 and request.token_placement not in spec.token_placements:
+        hint = f"say token_placement={spec.token_placements[0]!r} if that is how tokens lie"
+        yield Reason("tokens", f"{' or '.join(spec.token_placements)} tokens", request.token_placement, hint)

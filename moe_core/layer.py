@@ -1,0 +1,164 @@
+"""`MoELayer`: resolve, load, prepare, run, reload and explain one layer that owns its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from moe_core.bound import BoundExperts
+from moe_core.decision import Decision
+from moe_core.environment import Environment, probe_environment
+from moe_core.errors import InputError, WeightsError
+from moe_core.manager import BackendManager, default_manager
+from moe_core.measurements import MeasurementTable
+from moe_core.payloads import ExpertGroup, PreparedWeights, RawWeights, Tensor
+from moe_core.plan import MoEPlan
+from moe_core.planner import make_plan
+from moe_core.request import LayerRequest
+from moe_core.weights.expected import check_weights
+
+
+class MoELayer(torch.nn.Module):
+    """The routed experts of one layer.
+
+    Example:
+        >>> import torch
+        >>> from moe_core import LayerRequest, MoELayer, RawWeights
+        >>> request = LayerRequest(num_experts=4, top_k=2, hidden_size=32, intermediate_size=16)
+        >>> layer = MoELayer(request, device="cpu")
+        >>> w13 = torch.randn(4, 32, 32, dtype=torch.bfloat16)
+        >>> w2 = torch.randn(4, 32, 16, dtype=torch.bfloat16)
+        >>> layer.load_weights(RawWeights(tensors={"w13": w13, "w2": w2}))
+        >>> hidden_states = torch.randn(3, 32, dtype=torch.bfloat16)
+        >>> topk_ids = torch.tensor([[0, 1], [2, 3], [1, -1]])
+        >>> layer(hidden_states, topk_ids, torch.full((3, 2), 0.5)).shape
+        torch.Size([3, 32])
+
+    Attributes:
+        request: What was asked.
+        plan: The finished choice.
+        decision: Why; `explain()` gives it as text.
+    """
+
+    request: LayerRequest
+    plan: MoEPlan
+    decision: Decision
+
+    def __init__(
+        self,
+        request: LayerRequest,
+        *,
+        environment: Environment | None = None,
+        device: str | None = None,
+        manager: BackendManager | None = None,
+        group: ExpertGroup | None = None,
+        measurements: MeasurementTable | None = None,
+    ) -> None:
+        """Resolve the request; nothing is allocated yet.
+
+        Args:
+            request: The layer.
+            environment: The machine; default: this one, probed.
+            device: Device type to probe for (`cpu` on a GPU machine); default: the accelerator if there is one.
+            manager: The plugins; default: the installed ones.
+            group: This process's place among the expert-parallel ranks; needed if `ep_size > 1`.
+            measurements: Measured times that rank the candidates.
+
+        Raises:
+            ResolutionError: Nothing fits, or a pin does not.
+            InputError: The group does not fit `ep_size`.
+        """
+        super().__init__()
+        self._manager = manager or default_manager()
+        self._group = group or ExpertGroup()
+        if self._group.size != request.ep_size:
+            raise InputError(
+                f"request.ep_size is {request.ep_size}, the group has {self._group.size} ranks; "
+                "pass group=ExpertGroup(rank=..., size=..., process_group=...)"
+            )
+        if environment is None:
+            environment = probe_environment(self._manager.modules_required(), device)
+        self.request = request
+        self.plan, self.decision = make_plan(self._manager, request, environment, measurements)
+        self._bound: BoundExperts | None = None
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts, in the order of its weight rows."""
+        return self.request.local_experts(self._group.rank)
+
+    def load_weights(self, weights: RawWeights) -> None:
+        """Load, check, prepare and bind this rank's weights; called again, refill the same storage.
+
+        Args:
+            weights: Canonical tensors of `local_experts`. They are copied unless `weights.handed_over`.
+
+        Raises:
+            WeightsError: Tensors are missing, unknown or misshapen; nothing has changed then.
+        """
+        check_weights(weights, self.request, len(self.local_experts))
+        if self._bound is not None:
+            self._reload(weights, self._bound.weights)
+            return
+        prepared = self._manager.process_weights(self.plan, weights, None)
+        _take_ownership(prepared, weights)
+        self._bound = BoundExperts(self.plan, prepared, self._manager, self._group)
+        for name, tensor in prepared.tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor.data, requires_grad=False))
+
+    def _reload(self, weights: RawWeights, prepared: PreparedWeights) -> None:
+        device = next(iter(prepared.tensors.values())).data.device
+        foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
+        if foreign:
+            raise WeightsError(f"the layer lies on {device}, these weights do not: {foreign}; nothing was loaded")
+        self._manager.process_weights(self.plan, weights, prepared)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: str | None = None,
+        overlap: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Run the experts; arguments, result and errors as `BoundExperts.__call__`."""
+        bound = self._bound
+        if bound is None:
+            raise WeightsError("this layer has no weights yet; call load_weights first")
+        return bound(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
+
+    def explain(self) -> str:
+        """The plan and everything that was considered for it, as text."""
+        return f"{self.plan}\n{self.decision.explain()}"
+
+    def extra_repr(self) -> str:
+        """The routes, for `print(model)`."""
+        return "; ".join(map(str, self.plan.routes))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to move or cast prepared weights: their layout belongs to one device and dtype."""
+        for name, parameter in self.named_parameters(recurse=False):
+            probe = fn(parameter.new_empty(0))
+            if (probe.device, probe.dtype) != (parameter.device, parameter.dtype):
+                raise InputError(
+                    f"MoELayer weights ({name}, {parameter.dtype} on {parameter.device}) are prepared for their device "
+                    f"and cannot become {probe.dtype} on {probe.device}; build and load a new layer for that"
+                )
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Bound functions are not picklable; pickle the plan and load the weights again."""
+        raise TypeError(
+            "MoELayer cannot be pickled: its functions are bound to this process; pickle layer.plan instead"
+        )
+
+
+def _take_ownership(prepared: PreparedWeights, weights: RawWeights) -> None:
+    """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors."""
+    for tensor in prepared.tensors.values():
+        if not tensor.owned:
+            if not weights.handed_over:
+                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+            tensor.owned = True

@@ -1,0 +1,186 @@
+"""What one layer needs, as a value: `eval(repr(request)) == request`, and equal on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from moe_core.activation import SWIGLU, ActivationSpec
+from moe_core.errors import SpecError
+from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.vocabulary import (
+    ANY,
+    FLOAT_DTYPES,
+    PHASES,
+    TOKEN_DTYPES,
+    TOKEN_PLACEMENTS,
+    as_tuple,
+    at_least,
+    instance_of,
+    one_of,
+)
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """One kind of forward that the layer must serve.
+
+    Attributes:
+        phase: One of `PHASES`; the name by which the caller picks a route among several.
+        max_tokens: Most tokens of one rank in one forward, None if unknown (limits on it then do not apply).
+        graph_capture: Whether it will be captured into a device graph.
+        a2a_backend: A pin for this workload alone; overrides the request's.
+    """
+
+    phase: str = attrs.field(default=ANY, validator=one_of(*PHASES))
+    max_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
+    graph_capture: bool = False
+    a2a_backend: str | None = None
+
+
+PLACEMENTS = ("contiguous", "round_robin")
+
+
+@attrs.frozen
+class ExpertPlacement:
+    """Which rank of the expert-parallel group owns which expert; the loader and the id map both ask here.
+
+    Attributes:
+        kind: `contiguous` (the first `num_experts % ep_size` ranks own one expert more) or `round_robin`.
+    """
+
+    kind: str = attrs.field(default="contiguous", validator=one_of(*PLACEMENTS))
+
+    def local_experts(self, num_experts: int, ep_size: int, rank: int) -> tuple[int, ...]:
+        """Global ids of the experts that `rank` owns, in the order of its weight rows."""
+        if not 0 <= rank < ep_size:
+            raise SpecError(f"ExpertPlacement: rank {rank} is not in 0..{ep_size - 1}")
+        if self.kind == "round_robin":
+            return tuple(range(rank, num_experts, ep_size))
+        base, extra = divmod(num_experts, ep_size)
+        start = rank * base + min(rank, extra)
+        return tuple(range(start, start + base + (rank < extra)))
+
+
+def _default_quant(request: LayerRequest) -> LayerQuant:
+    return LayerQuant.of(QuantScheme.from_name(request.dtype))
+
+
+def _layer_quant(value: Any) -> LayerQuant:
+    return LayerQuant.of(value)
+
+
+def _workloads(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Workload) else as_tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class LayerRequest:
+    """One MoE layer. Sizes are the model's; what a rank holds follows from `ep_size` and `tp_size`.
+
+    Attributes:
+        num_experts: Experts of the layer, over all ranks.
+        top_k: Experts per token.
+        hidden_size: H.
+        intermediate_size: I, before tensor parallelism.
+        activation: What happens between the GEMMs.
+        dtype: Dtype of the layer's input and output.
+        quant: Scheme of the stored weights; default: unquantized in `dtype`.
+        bias: Whether `b13` and `b2` exist.
+        weight_on_input: Whether the router weight multiplies the expert's input instead of its output.
+        post_norm: Whether a norm follows each expert.
+        ep_size: Expert-parallel ranks.
+        tp_size: Tensor-parallel ranks; the result is then a partial sum that the caller reduces.
+        placement: Which rank owns which expert.
+        token_placement: `distributed` (each rank brings its own tokens) or `replicated` (every rank of the group has
+            all of them and returns its part of the sum).
+        workloads: Forwards to serve; each gets a route, all share one weight layout.
+        deterministic: A token's result must be the same bits whatever else is in the batch.
+        a2a_backend: Pin of the dispatcher (bare, `name.mode` or full name).
+        runner_backend: Pin of the runner.
+        dispatch_dtype: Pin of the dispatch dtype, one of `TOKEN_DTYPES`.
+        prefer: Names to rank first, in this order, among what is feasible.
+        exclude: Names never to use (plugin, bare or full names).
+        allow_fallback: Whether a pin that cannot run may be replaced; recorded in the decision.
+        strict: Whether documented adjustments of the dispatch dtype are errors.
+        bf16_dispatch_variable: Whether the deprecated environment variable asked for bf16; see `deprecated`.
+    """
+
+    num_experts: int = attrs.field(validator=at_least(1))
+    top_k: int = attrs.field(validator=at_least(1))
+    hidden_size: int = attrs.field(validator=at_least(1))
+    intermediate_size: int = attrs.field(validator=at_least(1))
+    activation: ActivationSpec = attrs.field(default=SWIGLU, validator=instance_of(ActivationSpec))
+    dtype: str = attrs.field(default="bf16", validator=one_of(*FLOAT_DTYPES))
+    quant: LayerQuant = attrs.field(
+        default=attrs.Factory(_default_quant, takes_self=True),
+        converter=_layer_quant,
+        validator=instance_of(LayerQuant),
+    )
+    bias: bool = False
+    weight_on_input: bool = False
+    post_norm: bool = False
+    ep_size: int = attrs.field(default=1, validator=at_least(1))
+    tp_size: int = attrs.field(default=1, validator=at_least(1))
+    placement: ExpertPlacement = attrs.field(default=ExpertPlacement(), validator=instance_of(ExpertPlacement))
+    token_placement: str = attrs.field(default="distributed", validator=one_of(*TOKEN_PLACEMENTS))
+    workloads: tuple[Workload, ...] = attrs.field(
+        default=(Workload(),), converter=_workloads, validator=instance_of(Workload)
+    )
+    deterministic: bool = False
+    a2a_backend: str | None = None
+    runner_backend: str | None = None
+    dispatch_dtype: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of(*TOKEN_DTYPES)))
+    prefer: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(str))
+    exclude: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(str))
+    allow_fallback: bool = False
+    strict: bool = False
+    bf16_dispatch_variable: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Sizes that contradict each other are refused here, before anything looks at them."""
+        if self.top_k > self.num_experts:
+            raise SpecError(f"LayerRequest: top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        if self.intermediate_size % self.tp_size:
+            raise SpecError(
+                f"LayerRequest: intermediate_size {self.intermediate_size} does not divide by tp_size {self.tp_size}"
+            )
+        phases = [workload.phase for workload in self.workloads]
+        if not phases or len(set(phases)) != len(phases):
+            raise SpecError(f"LayerRequest.workloads: phases must be present and distinct, got {phases}")
+        if len(phases) > 1 and ANY in phases:
+            raise SpecError(f"LayerRequest.workloads: {ANY!r} stands alone, got {phases}")
+        for scheme in (self.quant.w13, self.quant.w2):
+            if not scheme.is_quantized and scheme.weight_dtype != self.dtype:
+                raise SpecError(
+                    f"LayerRequest: dtype {self.dtype} with unquantized {scheme.weight_dtype} weights; "
+                    "cast the weights or change dtype, nothing is cast silently"
+                )
+
+    @property
+    def local_intermediate_size(self) -> int:
+        """I of one tensor-parallel rank."""
+        return self.intermediate_size // self.tp_size
+
+    @property
+    def max_local_experts(self) -> int:
+        """Most experts that one rank owns."""
+        return -(-self.num_experts // self.ep_size)
+
+    def local_experts(self, rank: int) -> tuple[int, ...]:
+        """Global ids of the experts that expert-parallel `rank` owns, in the order of its weight rows."""
+        return self.placement.local_experts(self.num_experts, self.ep_size, rank)
+
+    def sizes(self, workload: Workload) -> dict[str, int | None]:
+        """The sizes that limits speak about, for one workload."""
+        return {
+            "top_k": self.top_k,
+            "num_experts": self.num_experts,
+            "num_local_experts": self.max_local_experts,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.local_intermediate_size,
+            "ep_size": self.ep_size,
+            "tp_size": self.tp_size,
+            "max_tokens": workload.max_tokens,
+        }

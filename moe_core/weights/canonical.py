@@ -1,0 +1,61 @@
+"""Bring stored experts into the canonical order, without copying where a view can say it."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.vocabulary import require_word
+
+Tensor = torch.Tensor
+
+LAYOUTS = ("gate_up", "up_gate", "interleaved")
+ORIENTATIONS = ("out_in", "in_out")
+
+
+def canonical_rows(tensor: Tensor, layout: str, row_axis: int = 1) -> Tensor:
+    """Rows of `w13`, `b13` or a scale as [gate; up].
+
+    Both facts must be told: no shape can tell them when 2I equals H.
+
+    Args:
+        tensor: Gate and up together along `row_axis`.
+        layout: `gate_up` (returned as it is), `up_gate`, or `interleaved` (gate at even rows).
+        row_axis: Axis of the 2I rows.
+    """
+    require_word(layout, LAYOUTS, "weight layout")
+    if layout == "gate_up":
+        return tensor
+    if layout == "up_gate":
+        up, gate = tensor.chunk(2, dim=row_axis)
+        return torch.cat([gate, up], dim=row_axis)
+    pairs = tensor.movedim(row_axis, 0)
+    return torch.cat([pairs[0::2], pairs[1::2]]).movedim(0, row_axis)
+
+
+def canonical_orientation(tensor: Tensor, orientation: str) -> Tensor:
+    """`[E, out, in]` from `[E, out, in]` or `[E, in, out]`; the latter as a view."""
+    require_word(orientation, ORIENTATIONS, "weight orientation")
+    return tensor if orientation == "out_in" else tensor.mT
+
+
+def canonical_weights(
+    tensors: dict[str, Tensor], *, layout: str = "gate_up", orientation: str = "out_in", gated: bool = True
+) -> dict[str, Tensor]:
+    """Canonical tensors from stored ones.
+
+    Args:
+        tensors: Stored tensors by their canonical names (`w13`, `w2`, `b13`, `b2`, scales).
+        layout: Order of the gate and up rows as stored; ignored when not gated.
+        orientation: `out_in` or `in_out`, for weights and block scales alike.
+        gated: Whether `w13` holds two halves.
+    """
+    turned = {
+        name: canonical_orientation(tensor, orientation) if tensor.dim() == 3 else tensor
+        for name, tensor in tensors.items()
+    }
+    if not gated:
+        return turned
+    return {
+        name: canonical_rows(tensor, layout) if name in ("w13", "b13", "w13_scale") else tensor
+        for name, tensor in turned.items()
+    }

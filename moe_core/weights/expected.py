@@ -1,0 +1,102 @@
+"""Which tensors a layer's weights consist of, and one error that lists everything wrong with those given."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from moe_core.errors import WeightsError
+from moe_core.payloads import RawWeights
+from moe_core.quant import WHOLE, QuantScheme
+from moe_core.request import LayerRequest
+
+FLOAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Stored element types of quantized weights; 4-bit ones are packed two to a byte along the last axis.
+_STORED = {"fp8": (torch.float8_e4m3fn,), "int8": (torch.int8,), "int4": (torch.uint8,), "fp4": (torch.uint8,)}
+_SCALES = {
+    "fp32": (torch.float32,),
+    "bf16": (torch.bfloat16,),
+    "e4m3": (torch.float8_e4m3fn,),
+    "e8m0": (torch.uint8, torch.float8_e8m0fnu),
+}
+
+
+@attrs.frozen
+class Expected:
+    """Shape and allowed dtypes of one tensor."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def problem(self, name: str, tensor: torch.Tensor) -> str | None:
+        """What is wrong with `tensor`, or None."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype not in self.dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            found = str(tensor.dtype).removeprefix("torch.")
+            return f"{name}: expected {list(self.shape)} {wanted}, got {list(tensor.shape)} {found}"
+        return None
+
+
+def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str, Expected]:
+    """Name -> shape and dtypes of every tensor that one rank's weights must have, no more and no less."""
+    experts, hidden, inner = num_local_experts, request.hidden_size, request.local_intermediate_size
+    rows = request.activation.rows_per_channel * inner
+    expected = {
+        **_projection("w13", request.quant.w13, experts, rows, hidden),
+        **_projection("w2", request.quant.w2, experts, hidden, inner),
+    }
+    if request.bias:
+        # Biases stay in float whatever the weights are; checkpoints keep them in either of these.
+        floats = (FLOAT[request.dtype], torch.float32)
+        expected["b13"] = Expected((experts, rows), floats)
+        expected["b2"] = Expected((experts, hidden), floats)
+    return expected
+
+
+def _projection(name: str, scheme: QuantScheme, experts: int, rows: int, columns: int) -> dict[str, Expected]:
+    if not scheme.is_quantized:
+        return {name: Expected((experts, rows, columns), (FLOAT[scheme.weight_dtype],))}
+    stored = columns // 2 if scheme.weight_dtype in ("int4", "fp4") else columns
+    found = {name: Expected((experts, rows, stored), _STORED[scheme.weight_dtype])}
+    block = scheme.weight_block
+    if isinstance(block, tuple):
+        across, along = (
+            -(-size // (size if b == WHOLE else b)) for size, b in zip((rows, columns), block, strict=True)
+        )
+        shape = (experts, across) if block == (1, WHOLE) else (experts, across, along)
+        found[f"{name}_scale"] = Expected(shape, _SCALES[scheme.weight_scale])
+    if scheme.global_scale:
+        halves = (experts, 2) if name == "w13" else (experts,)
+        found[f"{name}_global_scale"] = Expected(halves, (torch.float32,))
+    if scheme.activation_scaling == "static":
+        found[f"{name}_input_scale"] = Expected((experts,), (torch.float32,))
+    return found
+
+
+def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts: int) -> None:
+    """Raise `WeightsError` listing every missing, unknown, misshapen and mistyped tensor at once.
+
+    Args:
+        weights: What was loaded.
+        request: The layer it is for.
+        num_local_experts: Experts of this rank.
+    """
+    expected = expected_tensors(request, num_local_experts)
+    given = weights.tensors
+    problems = [f"{name}: missing, expected {list(expected[name].shape)}" for name in expected if name not in given]
+    problems += [f"{name}: unknown; this layer has {', '.join(expected)}" for name in given if name not in expected]
+    problems += [
+        problem
+        for name, tensor in given.items()
+        if name in expected and (problem := expected[name].problem(name, tensor)) is not None
+    ]
+    devices = sorted({str(tensor.device) for tensor in given.values()})
+    if len(devices) > 1:
+        problems.append(f"tensors lie on several devices: {', '.join(devices)}")
+    if (weights.activation is not None) != (request.activation.kind == "module"):
+        problems.append(f"activation: a callable goes with kind 'module', the layer has {request.activation}")
+    if (weights.post_norm is not None) != request.post_norm:
+        problems.append(f"post_norm: the layer says {request.post_norm}, the weights bring {weights.post_norm!r}")
+    if problems:
+        title = f"weights of a layer with {num_local_experts} local experts ({request.quant}) do not fit"
+        raise WeightsError("\n  ".join([f"{title}; nothing was loaded:", *problems]))
