@@ -177,7 +177,7 @@ def _relevant_reasons(request: LayerRequest, decision: WorkloadDecision) -> list
             lines += [f"{spec.declared.full_name}: {reason}" for reason in spec.reasons]
     pinned = [pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons)]
     joined = [pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons)]
-    for pair in joined or pinned or decision.pairs:
+    for pair in joined or pinned or (() if lines else decision.pairs):
         lines += [f"{pair.candidate.full_name}: {reason}" for reason in pair.reasons]
     return lines
 
