@@ -15,8 +15,9 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
-# Builds use the hatchling of .venv: an isolated build environment would resolve its own packages, constraints included.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Twice quiet: errors only. Builds use the hatchling of .venv, since an isolated build environment would resolve its own packages.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP_INSTALL := $(PIP) --constraint constraints.txt
 PIP_LOCAL := $(PIP_INSTALL) --no-build-isolation
 
 # The second supported transformers lies in front of the installed one through PYTHONPATH.
@@ -49,7 +50,7 @@ $(STAMPS)/plugin-%: plugins/%/pyproject.toml $(STAMPS)/core
 
 $(STAMPS)/transformers-%: $(STAMPS)/core
 	rm -rf $(VENV)/transformers-$*
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/transformers-$* transformers==$*
+	$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
 	@touch $@
 
 .PHONY: install

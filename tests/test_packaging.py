@@ -20,7 +20,7 @@ REQUIREMENTS = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dep
 
 
 def _run(*arguments: str | Path, site: Path | None = None, cwd: Path) -> str:
-    """Standard output of a command that must succeed; `site` is a folder of packages put in front of the installed ones."""
+    """Standard output of a command that must succeed; `site` is a package folder put before the installed ones."""
     environment = os.environ | ({"PYTHONPATH": str(site)} if site else {})
     done = subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{arguments} exited {done.returncode}:\n{done.stdout}{done.stderr}"
