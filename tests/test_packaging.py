@@ -16,7 +16,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-REQUIREMENTS = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
+_EXTRAS = PROJECT["optional-dependencies"].values()
+REQUIREMENTS = [Requirement(line) for group in (PROJECT["dependencies"], *_EXTRAS) for line in group]
 
 
 def _run(*arguments: str | Path, site: Path | None = None, cwd: Path) -> str:
@@ -75,7 +76,7 @@ def test_installed_command_lists_the_built_in_backend(site: Path, tmp_path: Path
     assert "torch" in listed
 
 
-@pytest.mark.parametrize("requirement", map(Requirement, REQUIREMENTS), ids=str)
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_reference_environment_pins_every_requirement(requirement: Requirement) -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
