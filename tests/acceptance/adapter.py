@@ -191,7 +191,9 @@ class MoECore(Lib):
     def route(self, logits: torch.Tensor, k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotOffered
 
-    def select(self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto") -> tuple[str, str, str]:
+    def select(
+        self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto"
+    ) -> tuple[str, str, str]:
         manager = torch_manager()
         manager.register("restricted", restricted_plugin())
         names = {spec.name for plugin in manager.specs() for spec in plugin.runners}
