@@ -181,20 +181,24 @@ def _describe(tensor: Tensor) -> str:
 
 def _require_numbers(logits: Tensor, correction_bias: Tensor | None) -> None:
     # `< inf` is False for NaN and for +inf, and True for -inf.
-    good_rows = (logits < math.inf).all(dim=1)
-    good_bias = logits.new_ones(1, dtype=torch.bool) if correction_bias is None else correction_bias < math.inf
+    is_number = logits < math.inf
+    all_numbers = is_number.all()
+    if correction_bias is not None:
+        all_numbers = all_numbers & (correction_bias < math.inf).all()
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(good_rows.all() & good_bias.all(), "route: NaN or +inf in router logits or correction_bias")
-        return
-    if not bool(good_bias.all()):
-        raise InputError(
-            f"route: correction_bias is NaN or +inf for experts {_where_false(good_bias)}; check the checkpoint tensor"
-        )
-    if not bool(good_rows.all()):
-        raise InputError(
-            f"route: NaN or +inf router logits in rows {_where_false(good_rows)} of {len(logits)}; the hidden states "
-            "before the router are bad already, or padding rows are not marked in `valid`"
-        )
+        torch._assert_async(all_numbers, "route: NaN or +inf in router logits or correction_bias")
+    elif not bool(all_numbers):
+        raise InputError(_bad_numbers(is_number.all(dim=1), correction_bias))
+
+
+def _bad_numbers(good_rows: Tensor, correction_bias: Tensor | None) -> str:
+    if bool(good_rows.all()) and correction_bias is not None:
+        experts = _where_false(correction_bias < math.inf)
+        return f"route: correction_bias is NaN or +inf for experts {experts}; check the checkpoint tensor"
+    return (
+        f"route: NaN or +inf router logits in rows {_where_false(good_rows)} of {len(good_rows)}; the hidden states "
+        "before the router are bad already, or padding rows are not marked in `valid`"
+    )
 
 
 def _where_false(flags: Tensor) -> str:
