@@ -189,7 +189,10 @@ class MoECore(Lib):
         return [list(request.local_experts(rank)) for rank in range(ep)]
 
     def route(self, logits: torch.Tensor, k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotOffered
+        renamed = {"scale": "routed_scaling_factor"}
+        tensors = {"correction_bias": options.pop("bias", None), "valid": options.pop("valid", None)}
+        spec = routing.RoutingSpec(top_k=k, **{renamed.get(name, name): value for name, value in options.items()})
+        return routing.route(logits, spec, **tensors)
 
     def select(
         self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto"
