@@ -1,0 +1,1 @@
+"""Building blocks on plain tensors that plugins share; this package itself imports nothing."""
