@@ -1,8 +1,8 @@
 """Tiny random instances of every experts class that the installed transformers can dispatch.
 
 The classes are found by reading the modeling sources for `@use_experts_implementation`, so a newer transformers brings
-its newer classes. Instances start with the `eager` implementation. To switch, set `config._experts_implementation` of an
-experts module, or call `set_experts_implementation` of a model.
+its newer classes. Instances start with the `eager` implementation; to switch, set `config._experts_implementation` on
+an experts module, or call `set_experts_implementation` on a model.
 """
 
 from __future__ import annotations
