@@ -88,3 +88,13 @@ def layer_output(
     layer = build(request, tensors, group)
     layer(*tokens, phase=phase)
     return layer(*tokens, phase=phase)
+
+
+def layer_outputs(
+    group: ExpertGroup,
+    requests: list[LayerRequest],
+    tensors: dict[str, torch.Tensor],
+    tokens: tuple[Any, ...],
+) -> torch.Tensor:
+    """A rank's job: the outputs of several requests over the same weights, stacked."""
+    return torch.stack([layer_output(group, request, tensors, tokens) for request in requests])
