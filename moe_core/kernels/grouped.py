@@ -58,7 +58,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
         return linear_by_expert(rows, groups.on_host, linear, deterministic)
-    return linear_by_expert_op(
+    out: Tensor = linear_by_expert_op(
         rows,
         groups.num_tokens_per_expert,
         groups.group_ends,
@@ -68,6 +68,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         linear.scheme_name,
         deterministic,
     )
+    return out
 
 
 def uses_grouped_gemm(linear: ExpertLinear) -> bool:
