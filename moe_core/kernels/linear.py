@@ -29,8 +29,8 @@ _LINE = 16
 
 #: Half precision dtypes for which this CPU's GEMM is fast at any size.
 _HAS_FAST_GEMM = {
-    torch.bfloat16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    torch.float16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    torch.bfloat16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
 
 #: An expert with rows, its first row, and the row after its last real one.
