@@ -53,7 +53,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
     Returns:
         fp32 from the loop, bf16 from the grouped GEMM.
     """
-    rows = fake_quantize_activations(rows, linear.scheme)
+    rows = fake_quantize_activations(rows, linear.scheme, linear.input_scale)
     if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
@@ -65,6 +65,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         linear.weight,
         linear.bias,
         linear.scale,
+        linear.row_scale,
         linear.scheme_name,
         deterministic,
     )

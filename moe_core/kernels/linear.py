@@ -46,12 +46,16 @@ class ExpertLinear:
         scheme: How `weight` is stored, and what activations are rounded to.
         bias: `[L, N]` or None.
         scale: `[L, N, ..]` scales of a quantized weight, None otherwise.
+        row_scale: `[L, N]` fp32, one more multiplier of each output row (a global scale of its half), or None.
+        input_scale: fp32 scalar of statically scaled activations, or None.
     """
 
     weight: Tensor
     scheme: QuantScheme
     bias: Tensor | None = None
     scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    input_scale: Tensor | None = None
     #: Name of `scheme` in `SCHEMES`: what an operator can be given.
     scheme_name: str = attrs.field(init=False, default="")
 
@@ -111,6 +115,7 @@ class _Scratch:
     def blocks(self, expert: int, padded: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and fp32 `[rows, C]` of each block; `padded` gives whole cache lines, zero past C."""
         weight, scheme, scale = self._linear.weight[expert], self._linear.scheme, self._linear.scale
+        row_scale = self._linear.row_scale
         memory = self._memory
         if memory is None:
             memory = self._memory = self._allocate(weight, padded)
@@ -119,6 +124,8 @@ class _Scratch:
             block = memory[: part.shape[0]]
             part_scale = None if scale is None else scale[expert, first : first + self.block_rows]
             dequantize_into(block[:, : self.num_inputs], part, part_scale, scheme)
+            if row_scale is not None:
+                block.mul_(row_scale[expert, first : first + self.block_rows, None])
             yield first, block
 
     def _allocate(self, weight: Tensor, padded: bool) -> Tensor:
@@ -172,11 +179,12 @@ def linear_by_expert_op(
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
+    row_scale: Tensor | None,
     scheme: str,
     deterministic: bool,
 ) -> Tensor:
     """`linear_by_expert` as one opaque operator, so that full-graph compilation keeps the loop."""
-    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale)
+    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale, row_scale=row_scale)
     return linear_by_expert(rows, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
 
 
@@ -188,6 +196,7 @@ def _fake(
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
+    row_scale: Tensor | None,
     scheme: str,
     deterministic: bool,
 ) -> Tensor:
