@@ -122,7 +122,7 @@ class _Scratch:
         for first in range(0, weight.shape[0], self.block_rows):
             part = weight[first : first + self.block_rows]
             block = memory[: part.shape[0]]
-            part_scale = None if scale is None else scale[expert, first : first + self.block_rows]
+            part_scale = None if scale is None else _scale_rows(scale[expert], first, part.shape[0], scheme)
             dequantize_into(block[:, : self.num_inputs], part, part_scale, scheme)
             if row_scale is not None:
                 block.mul_(row_scale[expert, first : first + self.block_rows, None])
@@ -137,12 +137,20 @@ class _Scratch:
         return weight.new_empty((self.block_rows, self.num_inputs), dtype=torch.float32)
 
 
+def _scale_rows(scale: Tensor, first: int, count: int, scheme: QuantScheme) -> Tensor:
+    """The scales of weight rows `first .. first + count`; a tile's scale serves all of its rows."""
+    tile = scheme.weight_block[0] if isinstance(scheme.weight_block, tuple) else 1
+    if tile == 1:
+        return scale[first : first + count]
+    return scale[torch.arange(first, first + count, device=scale.device) // tile]
+
+
 def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
     weight = linear.weight[expert]
     if weight.dtype == torch.float32:
         torch.mm(rows.float(), weight.t(), out=out)
         return
-    if _multiplies_as_stored(rows.shape[0], weight):
+    if not linear.scheme.is_quantized and _multiplies_as_stored(rows.shape[0], weight):
         out.copy_(functional.linear(rows.to(weight.dtype), weight))
         # fp16 ends at 65504; the fp32 blocks below do not.
         if weight.dtype == torch.bfloat16 or bool(out.isfinite().all()):
@@ -154,8 +162,8 @@ def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scra
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
     if weight.device.type != "cpu" or _HAS_FAST_GEMM.get(weight.dtype, False):
-        return weight.is_floating_point()
-    return num_rows <= _FEW_ROWS and weight.is_floating_point() and weight.stride(1) == 1
+        return True
+    return num_rows <= _FEW_ROWS and weight.stride(1) == 1
 
 
 def _multiply_tiles(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:

@@ -21,7 +21,7 @@ from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWei
 from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
-from moe_core.quant import MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
+from moe_core.quant import FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
 from moe_core.weights.canonical import canonical_weights
 
 DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
@@ -59,6 +59,12 @@ def _scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
         return W8A8_INT8
     if ckpt["fmt"] == "mxfp4" and ckpt["nibbles"] == "low_first":
         return MXFP4_W4A16
+    if (
+        ckpt["fmt"] == "fp8_block"
+        and tuple(ckpt["block"]) == (128, 128)
+        and not (ckpt.get("ue8m0") or ckpt.get("halves"))
+    ):
+        return FP8_BLOCK128
     if ckpt["fmt"] in ("nvfp4_modelopt", "nvfp4_ct"):
         return NVFP4_W4A16 if ckpt.get("weight_only") else NVFP4
     raise NotOffered
@@ -126,6 +132,9 @@ def make_weights(spec: dict[str, Any], ckpt: dict[str, Any], experts: tuple[int,
     elif ckpt["fmt"] == "int8":
         # One scale per output channel comes as [E, rows, 1].
         stored = {n: t.squeeze(-1) if n.endswith("_scale") else t for n, t in stored.items()}
+    elif ckpt["fmt"] == "fp8_block":
+        stored = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
+        stored = {n: t if n.endswith("_scale") else t.view(torch.float8_e4m3fn) for n, t in stored.items()}
     elif ckpt["fmt"].startswith("nvfp4"):
         stored = _nvfp4_tensors(ckpt, stored)
     gated = ACTIVATIONS[spec["activation"]].gated
