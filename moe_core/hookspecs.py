@@ -102,7 +102,7 @@ def select_output_dtype(
     """Choose the dtype in which tokens reach the runner.
 
     Called once per route, after `select_dispatcher`, in the same order of plugins, unless the user pinned a
-    dispatch dtype. Stops at the first answer that is not None.
+    dispatch dtype (or the deprecated variable asked for bf16). Stops at the first answer that is not None.
 
     Args:
         request: The layer, with the one workload in question.
