@@ -1,6 +1,7 @@
 """The order among feasible candidates, and what put each one in its place.
 
-Prefer, then measurements, then the declared tier, then the name. Registration and import order never count.
+Prefer, then measurements, then the declared tier, then (on one rank) tokens as they came before permuted ones, then
+the name. Registration and import order never count.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _MEASURED = "measured"
 class _Place(NamedTuple):
     """What a candidate is sorted by, in this order."""
 
-    preference: int
+    preference: tuple[int, ...]
     microseconds: float
     tier: int
+    permutes: bool
     name: str
 
 
@@ -51,7 +53,7 @@ def rank(
     ordered = sorted(timed, key=lambda entry: entry[0])
     places = [place for place, *_ in ordered]
     return tuple(
-        Ranked(candidate=candidate, because=_because(index, places, provenance, request), dtype=dtype)
+        Ranked(candidate=candidate, because=_because(index, places, provenance), dtype=dtype)
         for index, (_, candidate, dtype, provenance) in enumerate(ordered)
     )
 
@@ -63,26 +65,28 @@ def is_users_order(ranked: Sequence[Ranked]) -> bool:
 
 def _place(candidate: Candidate, request: LayerRequest) -> _Place:
     tier = -TIERS.index(candidate.runner.spec.tier)
-    return _Place(_preference(candidate, request), math.inf, tier, candidate.full_name)
+    # One rank has no tokens to move: what neither permutes nor pads them does less.
+    permutes = request.ep_size == 1 and candidate.runner.spec.format in ("contiguous", "masked")
+    return _Place(_preference(candidate, request), math.inf, tier, permutes, candidate.full_name)
 
 
-def _preference(candidate: Candidate, request: LayerRequest) -> int:
+def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
+    """Per preferred name 0 if it means a part of this candidate, else 1: earlier names weigh more, later ones too."""
     parts = [part for part in (candidate.dispatcher, candidate.runner) if part is not None]
-    for index, name in enumerate(request.prefer):
-        if name == candidate.a2a_backend or any(belongs_to(name, part) for part in parts):
-            return index
-    return len(request.prefer)
+    return tuple(int(not any(belongs_to(name, part) for part in parts)) for name in request.prefer)
 
 
-def _because(index: int, places: list[_Place], provenance: str, request: LayerRequest) -> str:
+def _because(index: int, places: list[_Place], provenance: str) -> str:
     if len(places) == 1:
         return "only candidate"
     # The last candidate is described by what sets it apart from the one before.
     place, neighbour = places[index], places[index + 1] if index + 1 < len(places) else places[index - 1]
     if place.preference != neighbour.preference:
-        return "prefer" if place.preference < len(request.prefer) else "not preferred"
+        return "prefer" if 0 in place.preference else "not preferred"
     if place.microseconds != neighbour.microseconds:
         return provenance or "not measured"
     if place.tier != neighbour.tier:
         return f"tier {TIERS[-place.tier]}"
+    if place.permutes != neighbour.permutes:
+        return "permutes tokens on one rank" if place.permutes else "no permutation on one rank"
     return "tie broken by name"

@@ -378,5 +378,6 @@ def answers_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool
 
 
 def belongs_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:
-    """Whether `name` means this spec or its plugin: what prefer and exclude may say."""
-    return name == declared.plugin or answers_to(name, declared)
+    """Whether `name` means this spec, its plugin or a fused runner's a2a backend: what prefer and exclude may say."""
+    a2a = declared.spec.a2a if isinstance(declared, DeclaredRunner) else None
+    return name in (declared.plugin, a2a) or answers_to(name, declared)
