@@ -155,8 +155,8 @@ def is_name(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def is_arch(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An attrs validator: device generations as they are compared, lower-case and without separators (`sm90`, `a3`)."""
-    for arch in (value,) if isinstance(value, str) else value:
+    """An attrs validator: device generations as they are compared, lower-case and without separators: `sm90`, `a3`."""
+    for arch in value if isinstance(value, tuple) else (value,):
         if not isinstance(arch, str) or not re.fullmatch("[a-z0-9]*", arch):
             raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'sm90' or 'a3', got {arch!r}")
 

@@ -150,9 +150,7 @@ def _deep_gemm(format_: str, kind: str, **fields: Any) -> RunnerSpec:
 TORCH = plugin(
     "torch",
     dispatchers=[
-        dispatcher(
-            "none", format_, format=format_, sends=FLOATS, token_placements=("replicated",), deterministic=True
-        )
+        dispatcher("none", format_, format=format_, sends=FLOATS, token_placements=("replicated",), deterministic=True)
         for format_ in ("standard", "contiguous", "masked")
     ],
     runners=[

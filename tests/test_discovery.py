@@ -66,9 +66,7 @@ def test_finding_is_sorted_and_imports_nothing(site: Site) -> None:
 @pytest.mark.parametrize("second", ["twice-seen", "twice_seen", "Twice.Seen"])
 def test_one_distribution_seen_twice_counts_once(site: Site, tmp_path: Path, second: str) -> None:
     site.install("twice", "found_twice", distribution="twice-seen")
-    Site(tmp_path / "other", site.monkeypatch).install(
-        "twice", "found_twice", distribution=second, suffix="egg-info"
-    )
+    Site(tmp_path / "other", site.monkeypatch).install("twice", "found_twice", distribution=second, suffix="egg-info")
     assert [plugin.name for plugin in find(["twice"])] == ["twice"]
 
 
@@ -110,7 +108,11 @@ def test_an_unknown_name_in_the_allow_list_is_an_error_and_not_remembered(site: 
 @pytest.mark.error_path
 @pytest.mark.parametrize(
     ("source", "error"),
-    [("import no_such_module", "ModuleNotFoundError"), ("raise SystemExit(4)", "SystemExit: 4"), ("1 +", "SyntaxError")],
+    [
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("raise SystemExit(4)", "SystemExit: 4"),
+        ("1 +", "SyntaxError"),
+    ],
 )
 def test_a_plugin_that_fails_on_import(site: Site, source: str, error: str) -> None:
     site.install("broken", "found_broken", source=source)
@@ -135,7 +137,7 @@ def test_a_plugin_that_asks_for_all_plugins_while_it_is_loaded(site: Site) -> No
     site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "greedy,good")
     manager = default_manager()
     expect(manager.names() == ("good",))
-    with pytest.raises(PluginError, match="'greedy' .* asks for all plugins while it is being loaded"):
+    with pytest.raises(PluginError, match=r"'greedy' .* asks for all plugins while it is being loaded"):
         manager.require("greedy")
 
 

@@ -114,7 +114,10 @@ def test_choice(pair: Pair, fields: dict[str, Any], dtype: str, rule: str) -> No
             id="nvfp4 on bf16 experts",
         ),
         pytest.param(
-            INT8_A2, {"dispatch_dtype": "fp8", "strict": True}, "pinned fp8, found npu uses int8/token instead; pin int8", id="strict"
+            INT8_A2,
+            {"dispatch_dtype": "fp8", "strict": True},
+            "pinned fp8, found npu uses int8/token instead; pin int8",
+            id="strict",
         ),
         pytest.param(INT8_A3, {"dispatch_dtype": "nvfp4"}, "pinned nvfp4, found only int8", id="nvfp4 on ascend"),
         pytest.param(INT8_CUDA, {"dispatch_dtype": "int8"}, "pinned int8, found only bf16", id="int8 on cuda"),
@@ -183,7 +186,9 @@ def test_cuda_int8_becomes_fp8_where_fp8_can_be_read() -> None:
     ],
 )
 def test_nothing_in_common_names_both_sides(sends: Tokens, reads: Tokens, parts: list[str]) -> None:
-    reason = attrs.evolve(FP8_LAYER, sends=sends, reads=reads).decide().reasons_of("toy:toy.standard + toy:toy.standard")
+    reason = (
+        attrs.evolve(FP8_LAYER, sends=sends, reads=reads).decide().reasons_of("toy:toy.standard + toy:toy.standard")
+    )
     expect([r.code for r in reason] == ["dispatch-dtype"], reason)
     for part in parts:
         expect(part in str(reason[0]), reason[0])

@@ -80,7 +80,9 @@ REFUSED = [
     pytest.param(lambda: None, "a plugin is a module, got NoneType", id="None"),
     pytest.param(lambda: types.ModuleType("empty"), "hook declare_backends is missing", id="no hooks"),
     pytest.param(
-        lambda: fake_plugin(hooks={"select_dispatchers": lambda: None}), "unknown hook 'select_dispatchers'", id="unknown"
+        lambda: fake_plugin(hooks={"select_dispatchers": lambda: None}),
+        "unknown hook 'select_dispatchers'",
+        id="unknown",
     ),
     pytest.param(
         lambda: fake_plugin(hooks={"select_dispatcher": lambda request, runners: None}),
@@ -111,7 +113,9 @@ REFUSED = [
     pytest.param(lambda: bare_plugin("toy", _declares([])), "returned list, expected PluginSpec", id="list"),
     pytest.param(lambda: bare_plugin("toy", _declares(plugin("other"))), "says name 'other', the", id="other name"),
     pytest.param(
-        lambda: fake_plugin(hook_api=2), "declares hook API 2, this moe-core speaks 1; install a newer moe-core", id="api"
+        lambda: fake_plugin(hook_api=2),
+        "declares hook API 2, this moe-core speaks 1; install a newer moe-core",
+        id="api",
     ),
     pytest.param(
         lambda: bare_plugin("toy", _declares(plugin(runners=[runner()]))),
@@ -221,7 +225,7 @@ def test_a_taken_name_is_refused() -> None:
 def test_one_module_has_one_name() -> None:
     manager, module = BackendManager(), _good()
     manager.register("toy", module)
-    with pytest.raises(PluginConflictError, match="'second' .* is already registered as 'toy'"):
+    with pytest.raises(PluginConflictError, match=r"'second' .* is already registered as 'toy'"):
         manager.register("second", module)
 
 
@@ -267,9 +271,7 @@ def test_reading() -> None:
 # Asking ---------------------------------------------------------------------------------------------------------
 
 SPEC = plugin(dispatchers=[dispatcher(sends=(BF16_TOKENS, FP8_ROW))], runners=[runner("a"), runner("b")])
-A, B = (
-    Candidate(DeclaredDispatcher("toy", SPEC.dispatchers[0]), DeclaredRunner("toy", spec)) for spec in SPEC.runners
-)
+A, B = (Candidate(DeclaredDispatcher("toy", SPEC.dispatchers[0]), DeclaredRunner("toy", spec)) for spec in SPEC.runners)
 
 
 def _manager(plugin_answer: Any = None, **policies: Any) -> BackendManager:
@@ -306,7 +308,10 @@ def test_who_is_asked(manager: BackendManager, policy_only: bool, answer: tuple[
     ("answer", "match"),
     [
         (lambda: "toy", r"plugin 'toy' .*, hook select_dispatcher: 'toy' is no candidate; they are: toy:toy.standard"),
-        (lambda: B, r"toy:toy.standard \+ toy:b.standard is no candidate; they are: toy:toy.standard \+ toy:a.standard$"),
+        (
+            lambda: B,
+            r"toy:toy.standard \+ toy:b.standard is no candidate; they are: toy:toy.standard \+ toy:a.standard$",
+        ),
         (lambda: _raise(KeyError("x")), r"hook select_dispatcher: KeyError: 'x'"),
         (lambda: sys.exit(1), r"hook select_dispatcher: SystemExit: 1"),
     ],
@@ -332,5 +337,5 @@ def test_the_dtype_hook(answer: Any) -> None:
     if answer == BF16_TOKENS:
         expect(manager.select_output_dtype(request(), A, (BF16_TOKENS,), False) == (BF16_TOKENS, "toy"))
         return
-    with pytest.raises(PluginError, match="select_output_dtype: .* is no candidate; they are: bf16"):
+    with pytest.raises(PluginError, match=r"select_output_dtype: .* is no candidate; they are: bf16"):
         manager.select_output_dtype(request(), A, (BF16_TOKENS,), False)

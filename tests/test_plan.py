@@ -8,7 +8,20 @@ import pytest
 from moe_core.errors import InputError, SpecError
 from moe_core.plan import MoEPlan
 from moe_core.request import Workload
-from tests.fakes import A3, CPU, DECODE, PREFILL_AND_DECODE, SM90, W8A8_INT8, dispatcher, expect, plan, plugin, request, runner
+from tests.fakes import (
+    A3,
+    CPU,
+    DECODE,
+    PREFILL_AND_DECODE,
+    SM90,
+    W8A8_INT8,
+    dispatcher,
+    expect,
+    plan,
+    plugin,
+    request,
+    runner,
+)
 
 LOCAL = plugin(
     dispatchers=[dispatcher(token_placements=("distributed", "replicated"))], runners=[runner("a"), runner("b")]

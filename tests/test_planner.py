@@ -195,7 +195,7 @@ def test_naming_a_plugin_that_failed_raises_its_error(fields: dict[str, Any]) ->
     manager = manager_of(TORCH)
     cause = ImportError("libcuda.so.1 not found")
     manager.load([_broken(cause)])
-    with pytest.raises(PluginError, match="'broken' .*libcuda.so.1 not found") as caught:
+    with pytest.raises(PluginError, match=r"'broken' .*libcuda.so.1 not found") as caught:
         make_plan(manager, request(**fields), CPU)
     expect(caught.value.__cause__ is cause)
 
@@ -204,7 +204,7 @@ def test_naming_a_plugin_that_failed_raises_its_error(fields: dict[str, Any]) ->
 def test_other_errors_mention_the_plugins_that_failed() -> None:
     manager = manager_of(TORCH)
     manager.load([_broken(ImportError("libcuda.so.1 not found"))])
-    with pytest.raises(UnknownNameError, match="'deepep'.* Plugins that failed to load: broken .*libcuda"):
+    with pytest.raises(UnknownNameError, match=r"'deepep'.* Plugins that failed to load: broken .*libcuda"):
         make_plan(manager, request(a2a_backend="deepep"), CPU)
     with pytest.raises(ResolutionError, match="plugin broken failed: ImportError: libcuda"):
         make_plan(manager, request(ep_size=2), CPU)
@@ -235,7 +235,7 @@ def test_equal_layers_are_resolved_once() -> None:
 @pytest.mark.error_path
 def test_errors_and_warnings_name_the_layer() -> None:
     manager = manager_of(*VENDORS)
-    with pytest.raises(ResolutionError, match="layer model.1: no backend combination"):
+    with pytest.raises(ResolutionError, match=r"layer model.1: no backend combination"):
         plan_layers(manager, {"model.0": request(), "model.1": request(ep_size=2)}, CPU)
     with pytest.raises(UnknownNameError) as caught:
         plan_layers(manager, {"model.2": request(prefer=("x",))}, CPU)

@@ -15,7 +15,7 @@ from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_I
 def test_named_schemes(name: str) -> None:
     scheme = QuantScheme.from_name(name)
     assert (scheme.label, str(scheme)) == (name, name)
-    assert eval(repr(scheme), vars(quant)) == scheme  # noqa: S307
+    assert eval(repr(scheme), vars(quant)) == scheme
     assert pickle.loads(pickle.dumps(scheme)) == scheme
     assert scheme.is_quantized is (name not in ("fp32", "bf16", "fp16"))
     assert not scheme.is_pattern
@@ -28,7 +28,10 @@ def test_names_are_distinct_schemes() -> None:
 @pytest.mark.parametrize(
     ("pattern", "matching"),
     [
-        ({"weight_dtype": "any", "weight_block": "any", "weight_scale": "any"}, {"fp32", "bf16", "fp16", "mxfp4_w4a16"}),
+        (
+            {"weight_dtype": "any", "weight_block": "any", "weight_scale": "any"},
+            {"fp32", "bf16", "fp16", "mxfp4_w4a16"},
+        ),
         (attrs.asdict(FP8_BLOCK128) | {"weight_scale": "any"}, {"fp8_block128"}),
         (
             attrs.asdict(FP8_BLOCK128) | {"weight_scale": "any", "activation_scale": "any"},
@@ -80,7 +83,7 @@ def test_a_checkpoint_without_configuration_is_unquantized(config: dict[str, Any
 
 @pytest.mark.error_path
 def test_a_configuration_that_is_not_read_yet() -> None:
-    with pytest.raises(SpecError, match="model.layers.3: quant_method 'fp8' is not read"):
+    with pytest.raises(SpecError, match=r"model.layers.3: quant_method 'fp8' is not read"):
         QuantScheme.from_hf({"quant_method": "fp8"}, "model.layers.3")
 
 

@@ -618,7 +618,9 @@ def test_router_weights_on_the_input_are_the_dispatchers_business_where_it_owns_
 
 
 def test_unknown_token_counts_leave_limits_on_them_open() -> None:
-    assert decide(request(workloads=Workload(phase="decode")), SM90).reasons_of("cuda_deepgemm:deepep.low_latency") == ()
+    assert (
+        decide(request(workloads=Workload(phase="decode")), SM90).reasons_of("cuda_deepgemm:deepep.low_latency") == ()
+    )
 
 
 # Nothing depends on order ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ NAMES = {**vars(quant), **vars(activation), **vars(specs)}
 
 @pytest.mark.parametrize("declared", VENDORS, ids=lambda spec: spec.name)
 def test_a_declaration_can_be_written_down_and_read_back(declared: PluginSpec) -> None:
-    assert eval(repr(declared), NAMES) == declared  # noqa: S307
+    assert eval(repr(declared), NAMES) == declared
     copied = pickle.loads(pickle.dumps(declared))
     assert copied == declared
     assert hash(copied) == hash(declared)
@@ -178,6 +178,7 @@ def test_declared_tokens(mine: tuple[int, ...], theirs: tuple[int, ...], most: i
     limits = [[Limit("max_tokens", "<=", bound) for bound in bounds] for bounds in (mine, theirs)]
     other = Limit("hidden_size", "<=", 1)
     pair = Candidate(
-        attrs.evolve(DECLARED, spec=dispatcher(limits=[*limits[0], other])), DeclaredRunner("x", runner(limits=limits[1]))
+        attrs.evolve(DECLARED, spec=dispatcher(limits=[*limits[0], other])),
+        DeclaredRunner("x", runner(limits=limits[1])),
     )
     assert pair.declared_max_tokens == most
