@@ -257,6 +257,14 @@ def test_an_imported_hookspec_is_no_implementation() -> None:
     assert manager.hooks("toy") == ("declare_backends", "process_weights_after_loading", "fused_experts")
 
 
+def test_annotations_are_never_evaluated() -> None:
+    def choose(candidates: Any) -> Any:
+        return candidates[-1]
+
+    choose.__annotations__ = {"candidates": "NamesThatOnlyTypeCheckersSee", "return": "Them"}
+    assert _manager(choose).select_dispatcher(request(), [A, B], False) == (B, "toy")
+
+
 def test_reading() -> None:
     needs = (Requirement(module="lib"),)
     manager = manager_of(
