@@ -250,6 +250,13 @@ def test_a_pin_that_cannot_run_is_an_error_and_no_other_combination(
             ["kept runner torch,", "device: needs cuda, found cpu"],
             id="two go",
         ),
+        pytest.param(
+            {"a2a_backend": "none.standard", "runner_backend": "deep_gemm", "workloads": DECODE},
+            SM90,
+            "torch:none.standard + torch:torch.standard",
+            ["kept a2a none.standard,", "format: needs masked tokens, found standard tokens"],
+            id="the runner goes before the transport",
+        ),
     ],
 )
 def test_a_fallback_drops_as_few_pins_as_will_do(
