@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -106,9 +105,7 @@ def find(allowed: Iterable[str] | None = None, asked_by: str = "the list of plug
     unique: dict[tuple[str, str, str], Found] = {}
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         found = _found(entry_point)
-        # Two metadata folders may spell one distribution's name differently.
-        distribution = re.sub(r"[-_.]+", "-", found.distribution).lower()
-        unique.setdefault((found.name, found.value, distribution), found)
+        unique.setdefault((found.name, found.value, found.distribution), found)
     everything = sorted(unique.values(), key=lambda found: (found.name, found.distribution, found.value))
     if allowed is None:
         return tuple(everything)

@@ -357,6 +357,22 @@ def test_workloads_share_the_layout_with_the_best_places(workloads: tuple[Worklo
     )
 
 
+BEST_TOGETHER = plugin(
+    dispatchers=[dispatcher()],
+    runners=[
+        runner("a_decode", weight_layout="a", tier="tuned", phases=("decode",)),
+        runner("a_prefill", weight_layout="a", tier="reference", phases=("prefill",)),
+        runner("b", weight_layout="b"),
+        runner("c", weight_layout="c", phases=("prefill",)),
+    ],
+)
+
+
+@pytest.mark.parametrize("workloads", [PREFILL_AND_DECODE, PREFILL_AND_DECODE[::-1]])
+def test_no_workload_outweighs_the_others(workloads: tuple[Workload, ...]) -> None:
+    assert decide(request(workloads=workloads), CPU, BEST_TOGETHER).weight_layout == "b"
+
+
 def _deterministic(**phases: tuple[str, ...]) -> PluginSpec:
     runners = [runner(name, deterministic=True, phases=phases[name]) for name in phases]
     return plugin(dispatchers=[dispatcher(deterministic=True)], runners=runners)
