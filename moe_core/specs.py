@@ -117,7 +117,7 @@ class Limit:
     def __attrs_post_init__(self) -> None:
         """`in` takes a tuple of ints, everything else an int; no multiple of zero."""
         values = self.value if isinstance(self.value, tuple) else (self.value,)
-        is_int = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+        is_int = all(type(value) is int for value in values)
         if not is_int or isinstance(self.value, tuple) != (self.relation == "in"):
             wanted = "a tuple of ints" if self.relation == "in" else "an int"
             raise SpecError(f"Limit {self.field} {self.relation}: expected {wanted}, got {self.value!r}")

@@ -30,7 +30,7 @@ def combine(
         return rows.new_zeros((num_tokens, rows.shape[1]), dtype=dtype)
     index = row_map if complete else row_map.clamp(min=0)
     # index_select makes fresh memory, so that writing into `values` touches no input.
-    values = rows.index_select(0, index.reshape(-1)).view(num_tokens, top_k, -1).float()
+    values = rows.index_select(0, index.reshape(-1)).view(num_tokens, top_k, rows.shape[1]).float()
     if topk_weights is not None:
         values.mul_(topk_weights.float().unsqueeze(-1))
     if not complete:

@@ -105,9 +105,9 @@ def fake_quantize_activations(x: Tensor, scheme: QuantScheme, input_scale: Tenso
         input_scale: One fp32 multiplier for all rows, for static scaling (NVFP4: the calibrated amax / 2688).
 
     Returns:
-        `[rows, C]` fp32. Dynamic int8: scale = amax / 127 of the row in fp32, codes rounded half to even and
-        clamped to -128..127. Dynamic fp8: scale = amax / 448 per 128 channels, then e4m3. NVFP4: an e4m3 scale = amax / 6 / input_scale per 16 channels, then e2m1. A row of
-        zeros stays zero.
+        `[rows, C]` fp32; a row of zeros stays zero. Dynamic int8: scale = amax / 127 of the row in fp32, codes
+        rounded half to even and clamped to -128..127. Dynamic fp8: scale = amax / 448 per 128 channels, then e4m3.
+        NVFP4: an e4m3 scale = amax / 6 / input_scale per 16 channels, then e2m1.
 
     Raises:
         UnknownNameError: No entry for this activation dtype and scaling.
