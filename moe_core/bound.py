@@ -100,8 +100,8 @@ class BoundExperts:
         limit = bound.route.max_tokens
         if limit is not None and hidden_states.shape[0] > limit:
             raise InputError(
-                f"{hidden_states.shape[0]} tokens on this rank, the route for phase {bound.route.phase!r} takes at most "
-                f"{limit} (max_tokens); declare a larger workload or send the tokens in chunks"
+                f"{hidden_states.shape[0]} tokens on this rank, the route for phase {bound.route.phase!r} takes at "
+                f"most {limit} (max_tokens); declare a larger workload or send the tokens in chunks"
             )
         if bound.fused is not None:
             output = bound.fused(hidden_states, topk_ids, topk_weights)
