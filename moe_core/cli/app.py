@@ -28,6 +28,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Typer's boxes cut long option names in a terminal of 80 columns.
+    rich_markup_mode=None,
 )
 app.command("list-backends")(list_backends.list_backends)
 app.command("resolve")(resolve.resolve)

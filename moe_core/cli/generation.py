@@ -68,7 +68,9 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> Generated:
     new = [int(output.logits[0, -1].argmax())]
     prefilled = _now(model)
     while len(new) < max_new_tokens and new[-1] not in ends:
-        output = model(input_ids=_batch(model, new[-1:]), past_key_values=output.past_key_values, use_cache=True)
+        # The name of the cache depends on the version of transformers; what one call returns the next one takes.
+        name = "cache" if "cache" in output else "past_key_values"
+        output = model(input_ids=_batch(model, new[-1:]), use_cache=True, **{name: output[name]})
         new.append(int(output.logits[0, -1].argmax()))
     return Generated(
         ids=tuple(new),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import attrs
@@ -106,7 +107,7 @@ def _width(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> int:
     return sum(2 + max(map(len, "\n".join(column).splitlines())) for column in zip(headers, *rows, strict=True))
 
 
-def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     result = table(*headers)
     for row in rows:
         result.add_row(*row[:-1], verdict(row[-1]) if headers[-1] == "STATUS" else row[-1])

@@ -11,7 +11,6 @@ import torch
 
 from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
-from moe_core.manager import default_manager
 from moe_core.weights.expected import FLOAT
 
 _IMPLEMENTATION = "moe_core"
@@ -79,10 +78,5 @@ def prepare_experts(model: Any, a2a_backend: str | None, runner_backend: str | N
         model.set_experts_implementation(_IMPLEMENTATION)
     except ValueError as error:
         raise UnsupportedModelError(f"{type(model).__name__}: its experts cannot be switched: {error}") from error
-    environment = probe_environment(default_manager().modules_required(), model.device.type)
-    bound: Mapping[str, Any] = bridge.prepare(
-        model, environment=environment, runner_backend=runner_backend, a2a_backend=a2a_backend
-    )
-    if not bound:
-        raise UnsupportedModelError(f"{type(model).__name__} has no MoE layer that transformers lets others run")
+    bound: Mapping[str, Any] = bridge.prepare(model, runner_backend=runner_backend, a2a_backend=a2a_backend)
     return bound

@@ -23,11 +23,10 @@ from moe_core.quant import SCHEMES
 from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
 
 SCHEMA = 1
-_LAYER, _MODEL, _PARALLEL, _CHOICE, _OUTPUT = "Layer", "Model", "Parallelism and workloads", "Choice", "Output"
 
 
 def _layer_option(name: str, what: str) -> Any:
-    return typer.Option(help=what, rich_help_panel=_LAYER, show_default=str(DEFAULTS[name]))
+    return typer.Option(help=what, show_default=str(DEFAULTS[name]))
 
 
 @attrs.frozen(kw_only=True)
@@ -43,19 +42,18 @@ class Resolved:
 def resolve(
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json.", rich_help_panel=_MODEL),
+        typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json."),
     ] = None,
     num_experts: Annotated[int | None, _layer_option("num_experts", "Experts over all ranks.")] = None,
     top_k: Annotated[int | None, _layer_option("top_k", "Experts per token.")] = None,
-    hidden_size: Annotated[int | None, _layer_option("hidden_size", "H.")] = None,
+    hidden_size: Annotated[int | None, _layer_option("hidden_size", "Size of a token, H.")] = None,
     intermediate_size: Annotated[int | None, _layer_option("intermediate_size", "I of one expert, before TP.")] = None,
     activation: Annotated[str | None, _layer_option("activation", f"One of {', '.join(ACTIVATIONS)}.")] = None,
-    bias: Annotated[bool | None, typer.Option("--bias", help="Experts have biases.", rich_help_panel=_LAYER)] = None,
+    bias: Annotated[bool | None, typer.Option("--bias", help="Experts have biases.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.",
-            rich_help_panel=_LAYER,
             show_default="the model's, or bf16",
         ),
     ] = None,
@@ -64,17 +62,14 @@ def resolve(
         typer.Option(
             metavar="NAME",
             help=f"Scheme of the weights: {', '.join(SCHEMES)}.",
-            rich_help_panel=_LAYER,
             show_default="the model's, or unquantized",
         ),
     ] = None,
-    ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.", rich_help_panel=_PARALLEL)] = 1,
-    tp_size: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=_PARALLEL)] = 1,
+    ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    tp_size: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     token_placement: Annotated[
         str,
-        typer.Option(
-            help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}.", rich_help_panel=_PARALLEL
-        ),
+        typer.Option(help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}."),
     ] = "distributed",
     workload: Annotated[
         list[str] | None,
@@ -82,18 +77,14 @@ def resolve(
             metavar="PHASE[:MAX][:graph]",
             help=f"A kind of forward ({', '.join(PHASES)}), its most tokens per rank, and whether it is captured "
             "into a device graph; may be repeated.",
-            rich_help_panel=_PARALLEL,
         ),
     ] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Ask for repeatable bits.", rich_help_panel=_PARALLEL)
-    ] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for repeatable bits.")] = False,
     environment: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
             help=f"Decide for this machine: {', '.join(PRESETS)}, or a JSON file.",
-            rich_help_panel=_CHOICE,
             show_default="this machine, probed",
         ),
     ] = None,
@@ -101,30 +92,26 @@ def resolve(
     runner_backend: RunnerBackend = None,
     dispatch_dtype: Annotated[
         str | None,
-        typer.Option(help=f"Pin the dispatch dtype: {', '.join(TOKEN_DTYPES)}.", rich_help_panel=_CHOICE),
+        typer.Option(help=f"Pin the dispatch dtype: {', '.join(TOKEN_DTYPES)}."),
     ] = None,
     prefer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Rank this first; may be repeated.", rich_help_panel=_CHOICE),
+        typer.Option(metavar="NAME", help="Rank this first; may be repeated."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Never use this; may be repeated.", rich_help_panel=_CHOICE),
+        typer.Option(metavar="NAME", help="Never use this; may be repeated."),
     ] = None,
     allow_fallback: Annotated[
         bool,
-        typer.Option("--allow-fallback", help="Let another combination replace a pinned one.", rich_help_panel=_CHOICE),
+        typer.Option("--allow-fallback", help="Let another combination replace a pinned one."),
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Refuse adjustments of a pinned dispatch dtype.", rich_help_panel=_CHOICE),
+        typer.Option("--strict", help="Refuse adjustments of a pinned dispatch dtype."),
     ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Add everything that was considered.", rich_help_panel=_OUTPUT)
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead.", rich_help_panel=_OUTPUT)
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Add everything that was considered.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Choose the backends of a layer or of every MoE layer of a model, and say why.
