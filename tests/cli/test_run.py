@@ -72,7 +72,9 @@ def stub_bridge(monkeypatch):
         names = [name for name, module in model.named_modules() if name.endswith("mlp.experts")]
         return {name: types.SimpleNamespace(plan=plan) for name in names}
 
-    stub.register = lambda: ALL_EXPERTS_FUNCTIONS.register("moe_core", _wrong_on_purpose)
+    # Not through its `register`, which nothing undoes.
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "moe_core", _wrong_on_purpose)
+    stub.register = lambda: None
     stub.prepare = prepare
     monkeypatch.setitem(sys.modules, "moe_core.integrations.transformers", stub)
     return calls
@@ -201,3 +203,10 @@ def test_bytes_as_tokens(folder):
     assert ByteCodec().decode([97, 0xC3, 300, 98]) == "a��b"
     with pytest.raises(SpecError, match="too few for bytes"):
         load_codec(folder, 100)
+
+
+def test_perplexity_is_the_loss_that_transformers_computes(model):
+    ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids[None], labels=ids[None]).loss.item()
+    measured = generation.perplexity(model, ids.tolist(), num_bytes=40, window=64)
+    assert measured.per_token == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-4)
