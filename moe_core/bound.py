@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from moe_core.agreement import check_agreement
-from moe_core.errors import InputError, PluginError
+from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
 from moe_core.manager import BackendManager
 from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, Tensor
@@ -137,6 +137,8 @@ def _bind(
     module, _, name = route.dispatcher.spec.binder.partition(":")
     try:
         dispatch, combine = getattr(importlib.import_module(module), name)(plan, route, group)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except MoeCoreError:
+        raise
+    except Exception as error:
         raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
     return BoundRoute(route, dispatch, experts, combine, None)  # type: ignore[arg-type]
