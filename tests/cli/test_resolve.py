@@ -105,7 +105,7 @@ def test_pins_and_fallback(call, with_vendors):
     assert "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked" in _words(out)
     code, out, err = call(*IMPOSSIBLE, "--allow-fallback")
     assert (code, err) == (0, "")
-    assert "fallback: the pinned combination (runner deep_gemm) cannot run here" in _words(out)
+    assert "fallback: asked for runner deep_gemm, kept no pins" in _words(out)
 
 
 def test_a_documented_adjustment_is_said_and_strict_refuses_it(call, with_vendors):

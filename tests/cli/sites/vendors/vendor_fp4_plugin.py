@@ -23,3 +23,13 @@ def declare_backends() -> PluginSpec:
         archs=("sm100", "sm103"),
     )
     return PluginSpec(name="flashinfer_cutedsl", hook_api=1, description="fp4 grouped GEMMs", runners=[runner])
+
+
+@hookimpl
+def process_weights_after_loading(plan: object, weights: object, out: object) -> None:
+    raise NotImplementedError("declarations only")
+
+
+@hookimpl
+def fused_experts(plan: object, route: object, weights: object) -> None:
+    raise NotImplementedError("declarations only")

@@ -50,3 +50,13 @@ def declare_backends() -> PluginSpec:
         runners=[_runner("contiguous"), _runner("masked")],
         requirements=(Requirement(module="deep_gemm", minimum="2.5", install="build deep_gemm from source"),),
     )
+
+
+@hookimpl
+def process_weights_after_loading(plan: object, weights: object, out: object) -> None:
+    raise NotImplementedError("declarations only")
+
+
+@hookimpl
+def fused_experts(plan: object, route: object, weights: object) -> None:
+    raise NotImplementedError("declarations only")
