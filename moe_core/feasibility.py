@@ -34,8 +34,7 @@ def spec_reasons(
     spec = declared.spec
     reasons = [
         *_excluded(declared, request),
-        *_requirement_reasons((*requirements, *spec.requirements), environment),
-        *_device_reasons(spec, environment),
+        *machine_reasons(spec, requirements, environment),
         *_workload_reasons(spec, request, workload),
         *_limit_reasons(spec, request, workload),
     ]
@@ -46,6 +45,16 @@ def spec_reasons(
     if isinstance(spec, DispatcherSpec) or spec.format == "fused":
         reasons += _token_reasons(spec, request)
     return tuple(reasons)
+
+
+def machine_reasons(
+    spec: DispatcherSpec | RunnerSpec, requirements: tuple[Requirement, ...], environment: Environment
+) -> tuple[Reason, ...]:
+    """The reasons against one spec that hold for every layer: packages, versions, device type and generation."""
+    return (
+        *_requirement_reasons((*requirements, *spec.requirements), environment),
+        *_device_reasons(spec, environment),
+    )
 
 
 def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
