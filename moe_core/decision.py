@@ -112,6 +112,16 @@ class WorkloadDecision:
     fallback: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def joined(self) -> tuple[PairReport, ...]:
+        """The pairs that speak one format; the others are a cross product that explains nothing."""
+        return tuple(pair for pair in self.pairs if {reason.code for reason in pair.reasons} != {"format"})
+
+    @property
+    def num_unjoined(self) -> int:
+        """How many pairs `joined` leaves out."""
+        return len(self.pairs) - len(self.joined)
+
 
 @attrs.frozen(kw_only=True)
 class Decision:
@@ -219,8 +229,10 @@ def _workload_lines(decision: WorkloadDecision) -> Iterator[str]:
     for spec in decision.specs:
         yield from _verdict(spec.declared.full_name, spec.reasons)
     yield f"workload {decision.workload.phase}: pairs of those that passed"
-    for pair in decision.pairs:
+    for pair in decision.joined:
         yield from _verdict(pair.candidate.full_name, pair.reasons)
+    if decision.num_unjoined:
+        yield f"  {decision.num_unjoined} more: their formats differ"
     for place, ranked in enumerate(decision.ranked, start=1):
         dtype = ranked.dtype
         adjusted = f", asked for {dtype.requested}" if dtype.requested else ""

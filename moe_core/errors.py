@@ -29,9 +29,9 @@ class UnknownNameError(MoeCoreError, ValueError):
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(set(known)))
         close = difflib.get_close_matches(name, self.known, n=1)
-        did_you_mean = f"; did you mean {close[0]!r}?" if close else ""
+        did_you_mean = f"; did you mean {close[0]!r}?" if close else "."
         listed = ", ".join(self.known) or "none"
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean}. Known: {listed}.{' ' + hint if hint else ''}")
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")
         self._hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:

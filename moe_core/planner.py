@@ -15,7 +15,7 @@ from moe_core.manager import BackendManager
 from moe_core.measurements import MeasurementTable
 from moe_core.plan import MoEPlan, Route
 from moe_core.ranking import is_users_order
-from moe_core.request import LayerRequest, Workload
+from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.resolver import relevant_reasons, resolve
 from moe_core.vocabulary import ANY
 
@@ -186,8 +186,9 @@ def _refusal(manager: BackendManager, decision: Decision) -> str:
             lines.append(f"  workload {workload.workload.phase}, {pins}:")
             lines += [f"    {line}" for line in relevant_reasons(pins, workload)]
     lines += [f"  plugin {plugin.name} {plugin.status}: {plugin.error}" for plugin in decision.plugins if plugin.error]
-    lines.append(f"  would run without the pins: {_alternatives(manager, decision) or 'nothing'}")
-    lines.append("  change what a line names, or say allow_fallback=True to let another combination serve")
+    if any(request.pins(workload.workload) != Pins() for workload in decision.workloads):
+        lines.append(f"  would run without the pins: {_alternatives(manager, decision) or 'nothing'}")
+        lines.append("  change what a line names, or say allow_fallback=True to let another combination serve")
     return "\n".join(lines)
 
 

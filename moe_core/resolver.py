@@ -154,17 +154,25 @@ def _report_pair(
 
 
 def relevant_reasons(pins: Pins, decision: WorkloadDecision) -> list[str]:
-    """Reasons against what the pins mean; pairs that another pair of the same specs explains better are left out."""
-    lines = []
-    for spec in decision.specs:
-        pin = pins.runner if isinstance(spec.declared, DeclaredRunner) else pins.a2a
-        if pin is None or answers_to(pin, spec.declared) or _is_fused_of(pins, spec.declared):
-            lines += [f"{spec.declared.full_name}: {reason}" for reason in spec.reasons]
+    """Reasons against what the pins name; against everything of a kind that is not pinned only where that is fine."""
+    rejected = [spec for spec in decision.specs if spec.reasons]
+    named = [spec for spec in rejected if _is_named(pins, spec.declared)]
+    free = [spec for spec in rejected if _pin_of(pins, spec.declared) is None]
+    lines = [f"{spec.declared.full_name}: {reason}" for spec in named or free for reason in spec.reasons]
     pinned = [pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons)]
     joined = [pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons)]
     for pair in joined or pinned or (() if lines else decision.pairs):
         lines += [f"{pair.candidate.full_name}: {reason}" for reason in pair.reasons]
     return lines
+
+
+def _pin_of(pins: Pins, declared: _Declared) -> str | None:
+    return pins.runner if isinstance(declared, DeclaredRunner) else pins.a2a
+
+
+def _is_named(pins: Pins, declared: _Declared) -> bool:
+    pin = _pin_of(pins, declared)
+    return (pin is not None and answers_to(pin, declared)) or _is_fused_of(pins, declared)
 
 
 def _is_fused_of(pins: Pins, declared: _Declared) -> bool:

@@ -75,7 +75,7 @@ def _ready(manager: BackendManager, name: str, environment: Environment, probed:
     }
     blocked = [part for part, found in reasons.items() if found]
     status = "unavailable" if reasons and len(blocked) == len(reasons) else "ready"
-    problem = _first_reason(reasons) if status == "unavailable" else _without(blocked)
+    problem = _first_reason(reasons) if status == "unavailable" else _without(spec, blocked)
     return Backend(
         found=manager.found(name),
         status=status,
@@ -102,5 +102,11 @@ def _first_reason(reasons: dict[str, tuple[Reason, ...]]) -> str:
     return f"{code}: needs {common[0].needs}, found {common[0].found}"
 
 
-def _without(blocked: list[str]) -> str:
-    return f"but not {', '.join(blocked)}" if blocked else ""
+def _without(spec: PluginSpec, blocked: list[str]) -> str:
+    """Names that cannot be used here at all; where only some of a name's variants cannot, their number."""
+    parts = parts_of(spec)
+    usable = {part.name for part in parts if part.short_name not in blocked}
+    missing = [name for name in dict.fromkeys(part.name for part in parts) if name not in usable]
+    if missing:
+        return f"but not {', '.join(missing)}"
+    return f"({len(blocked)} of {len(parts)} variants need another machine: -v)" if blocked else ""

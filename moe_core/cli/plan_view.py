@@ -99,10 +99,10 @@ def _workload_views(decision: WorkloadDecision) -> Iterable[RenderableType]:
     yield _verdicts(
         f"\n{title}: 1. each spec alone", ((spec.declared.full_name, spec.reasons) for spec in decision.specs)
     )
-    yield _verdicts(
-        f"\n{title}: 2. pairs of those that passed",
-        ((pair.candidate.full_name, pair.reasons) for pair in decision.pairs),
-    )
+    pairs = ((pair.candidate.full_name, pair.reasons) for pair in decision.joined)
+    yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs)
+    if decision.num_unjoined:
+        yield Text(f"and {decision.num_unjoined} more whose formats differ", style="dim")
     yield _ranking(f"\n{title}: 3. order of those that fit", decision.ranked)
     yield fields({"note": "\n".join(decision.notes)})
 

@@ -8,7 +8,7 @@ import torch
 from moe_core.errors import InputError, UnknownNameError
 from moe_core.kernels.quantize import dequantize, fake_quantize_activations, readable_schemes
 from moe_core.kernels.schemes import SUPPORTED_SCHEMES
-from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, W4A8_INT8, W8A8_INT8, QuantScheme
+from moe_core.quant import BF16, MXFP4_W4A16, MXFP8, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -46,7 +46,7 @@ def test_floats_are_copied_whatever_their_strides() -> None:
     assert torch.equal(dequantize(weight, None, BF16), weight.float())
 
 
-@pytest.mark.parametrize("scheme", [FP8_BLOCK128, NVFP4, W4A8_INT8])
+@pytest.mark.parametrize("scheme", [MXFP8, W4A4_INT4, W4A8_INT8])
 def test_a_scheme_without_entry_is_named_with_the_known(scheme: QuantScheme) -> None:
     with pytest.raises(UnknownNameError, match=rf"{scheme.label}.*w8a8_int8"):
         dequantize(torch.zeros(2, 2), torch.ones(2), scheme)
