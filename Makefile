@@ -1,0 +1,120 @@
+# `make demo` and `make test` work alone on a fresh machine: each makes .venv, installs what it needs, and runs.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Two: the tests are sized for a machine of two cores.
+JOBS ?= 2
+PROMPT ?= The for statement
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+
+# Twice quiet: errors only. Builds use the hatchling of .venv, since an isolated build environment would resolve its own packages.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP_INSTALL := $(PIP) --constraint constraints.txt
+PIP_LOCAL := $(PIP_INSTALL) --no-build-isolation
+
+# The second supported transformers lies in front of the installed one through PYTHONPATH.
+OTHER_TRANSFORMERS := 5.17.0
+OTHER_TRANSFORMERS_DIR := $(VENV)/transformers-$(OTHER_TRANSFORMERS)
+
+# One thread per process: JOBS workers, and ranks that some tests start, share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := --numprocesses $(JOBS) --dist worksteal
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- install: each stamp stands for one step and is redone only when a file behind it changes ---
+
+$(STAMPS)/torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/core: pyproject.toml $(STAMPS)/torch
+	$(PIP_INSTALL) hatchling editables
+	$(PIP_LOCAL) --editable '.[dev,transformers]'
+	@touch $@
+
+$(STAMPS)/plugin-%: plugins/%/pyproject.toml $(STAMPS)/core
+	$(PIP_LOCAL) --editable plugins/$*
+	@touch $@
+
+$(STAMPS)/transformers-%: $(STAMPS)/core
+	rm -rf $(VENV)/transformers-$*
+	$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
+	@touch $@
+
+.PHONY: install
+install: $(STAMPS)/core $(PLUGINS:%=$(STAMPS)/plugin-%) ## Make .venv with the core, its tools and every plugin.
+
+# --- use ---
+
+.PHONY: demo
+demo: install ## List the backends, explain one choice, generate text with the tiny model.
+	$(BIN)/moe-core list-backends
+	$(BIN)/moe-core resolve --environment h100 --model examples/tiny_moe --explain
+	$(BIN)/moe-core run --model examples/tiny_moe --prompt "$(PROMPT)"
+
+# --- check ---
+
+.PHONY: test
+test: lint types contracts unit ## Everything below: what CI runs.
+
+.PHONY: lint
+lint: install ## ruff: rules and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: format
+format: install ## Let ruff fix and format the files.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+PLUGIN_TYPES := $(PLUGINS:%=types-%)
+.PHONY: types types-core $(PLUGIN_TYPES)
+types: types-core $(PLUGIN_TYPES) ## mypy --strict on the core and on each plugin.
+types-core: install
+	$(BIN)/mypy --strict
+$(PLUGIN_TYPES): types-%: install
+	cd plugins/$* && ../../$(BIN)/mypy --strict moe_plugin_*/
+
+.PHONY: contracts
+contracts: install ## import-linter: the layers of the core.
+	$(BIN)/lint-imports
+
+PLUGIN_UNIT := $(PLUGINS:%=unit-%)
+.PHONY: unit unit-core $(PLUGIN_UNIT) unit-optimized unit-transformers
+unit: unit-core $(PLUGIN_UNIT) unit-optimized unit-transformers ## All tests of the core and the plugins, in every variant.
+unit-core: install
+	$(PYTEST) $(PARALLEL) tests
+$(PLUGIN_UNIT): unit-%: install
+	$(PYTEST) $(PARALLEL) plugins/$*/tests
+
+# PYTHONOPTIMIZE instead of -O: xdist workers and child processes do not inherit the switch. Bytecode for this level exists only
+# after a first run, so it must be written even where the environment says otherwise: compiling torch anew takes a minute.
+OPTIMIZED := PYTHONOPTIMIZE=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) $(PARALLEL) -m error_path
+# Exit status 5: a plugin that marks no test.
+unit-optimized: install ## The error-path tests of core and plugins again, as under python -O.
+	$(OPTIMIZED) tests
+	@for plugin in $(PLUGINS); do \
+	    $(OPTIMIZED) plugins/$$plugin/tests || [ $$? -eq 5 ]; \
+	done
+
+unit-transformers: install $(STAMPS)/transformers-$(OTHER_TRANSFORMERS) ## The transformers bridge again, on the other version.
+	@PYTHONPATH=$(OTHER_TRANSFORMERS_DIR) $(BIN)/python -c \
+	    'import transformers; v = transformers.__version__; raise SystemExit(v != "$(OTHER_TRANSFORMERS)" and f"found transformers {v}")'
+	PYTHONPATH=$(OTHER_TRANSFORMERS_DIR) $(PYTEST) $(PARALLEL) tests/integrations
+
+.PHONY: clean
+clean: ## Remove .venv, caches and build results.
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,51 @@
+"""The torch runners: bind the shared experts kernels to one route's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_core.kernels.activation import activation_function
+from moe_core.kernels.experts import Experts, experts_contiguous, experts_masked, experts_standard
+from moe_core.kernels.linear import ExpertLinear
+from moe_core.payloads import ContiguousTokens, ExpertsFn, MaskedTokens, PreparedWeights, StandardTokens, Tensor
+from moe_core.plan import MoEPlan, Route
+from moe_core.quant import QuantScheme
+
+
+def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
+    """The experts of one route, in the signature of its format."""
+    request = plan.request
+    experts = Experts(
+        w13=_linear(weights, "13", request.quant.w13),
+        w2=_linear(weights, "2", request.quant.w2),
+        activation=weights.activation or activation_function(request.activation),
+        post_norm=weights.post_norm,
+        # In the other formats the dispatcher applies the weights, on whichever side.
+        weight_on_input=request.weight_on_input and route.runner.spec.format == "standard",
+        deterministic=request.deterministic,
+    )
+    return partial(_RUNNERS[route.runner.spec.format], experts)
+
+
+def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> ExpertLinear:
+    return ExpertLinear(
+        weight=weights[f"w{number}"],
+        scheme=scheme,
+        bias=weights.get(f"b{number}"),
+        scale=weights.get(f"w{number}_scale"),
+    )
+
+
+def _standard(experts: Experts, tokens: StandardTokens) -> Tensor:
+    return experts_standard(tokens.hidden_states, tokens.topk_ids, tokens.topk_weights, experts)
+
+
+def _contiguous(experts: Experts, tokens: ContiguousTokens) -> Tensor:
+    return experts_contiguous(tokens.hidden_states, tokens.num_tokens_per_expert, tokens.group_ends, experts)
+
+
+def _masked(experts: Experts, tokens: MaskedTokens) -> Tensor:
+    return experts_masked(tokens.hidden_states, tokens.masked_m, experts)
+
+
+_RUNNERS = {"standard": _standard, "contiguous": _contiguous, "masked": _masked}

@@ -1,0 +1,164 @@
+"""Dispatcher `none`: tokens stay on this rank; at most they are permuted.
+
+With several ranks every rank has all tokens, computes its own experts and returns its part of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+import torch
+
+from moe_core.kernels.checks import check_ids
+from moe_core.kernels.combine import combine
+from moe_core.kernels.permute import (
+    gather_masked,
+    gather_row_values,
+    gather_rows,
+    masked_row_map,
+    permute,
+)
+from moe_core.payloads import (
+    CombineFn,
+    ContiguousTokens,
+    DispatchFn,
+    ExpertGroup,
+    MaskedTokens,
+    StandardTokens,
+    Tensor,
+)
+from moe_core.plan import MoEPlan, Route
+from moe_core.weights.expected import FLOAT
+
+#: What undoes a local permutation: `row_map [T, K]` and the weights that combine applies, None if the input has them.
+LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
+
+
+class LocalIds:
+    """Checked global ids `[T, K]` -> ids of this rank's experts, -1 for those of other ranks."""
+
+    def __init__(self, plan: MoEPlan, group: ExpertGroup) -> None:
+        """Build the id map once; one rank alone needs none."""
+        self._num_experts = plan.request.num_experts
+        self._map: Tensor | None = None
+        if group.size > 1:
+            owned = list(plan.request.local_experts(group.rank))
+            self._map = torch.full((self._num_experts,), -1, dtype=torch.int32)
+            self._map[owned] = torch.arange(len(owned), dtype=torch.int32)
+
+    def __call__(self, topk_ids: Tensor) -> Tensor:
+        """The local ids; raises `InputError` for ids out of range."""
+        check_ids(topk_ids, self._num_experts)
+        if self._map is None:
+            return topk_ids
+        if self._map.device != topk_ids.device:
+            self._map = self._map.to(topk_ids.device)
+        return torch.where(topk_ids < 0, -1, self._map[topk_ids.clamp(min=0)])
+
+
+@attrs.define(eq=False)
+class LocalPermutation:
+    """Tokens with local ids -> rows by expert, and back with the top-k weights.
+
+    Attributes:
+        num_local_experts: L.
+        row_alignment: Rows per expert are padded to a multiple of it.
+        weight_on_input: Whether the weights are applied before the experts instead of after.
+    """
+
+    num_local_experts: int
+    row_alignment: int
+    weight_on_input: bool
+
+    def contiguous(
+        self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[ContiguousTokens, LocalHandle]:
+        """`[T, H]` -> rows grouped by expert."""
+        permutation = permute(local_ids, self.num_local_experts, self.row_alignment)
+        rows = gather_rows(hidden_states, permutation)
+        if self.weight_on_input:
+            rows = (rows * gather_row_values(topk_weights.float(), permutation)[:, None]).to(rows.dtype)
+        tokens = ContiguousTokens(
+            hidden_states=rows,
+            num_tokens_per_expert=permutation.num_tokens_per_expert,
+            group_ends=permutation.group_ends,
+        )
+        return tokens, (permutation.row_map, None if self.weight_on_input else topk_weights)
+
+    def masked(self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, LocalHandle]:
+        """`[T, H]` -> one block of rows per expert."""
+        num_rows = self._rows_per_expert(local_ids)
+        row_map, masked_m = masked_row_map(local_ids, self.num_local_experts, num_rows)
+        rows = gather_masked(hidden_states, row_map, self.num_local_experts, num_rows)
+        if self.weight_on_input:
+            weights = gather_masked(topk_weights.float().reshape(-1, 1), row_map.view(-1, 1), *rows.shape[:2])
+            rows = (rows * weights).to(rows.dtype)
+        if masked_m.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async((masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids")
+        expected = max(1, local_ids.numel() // self.num_local_experts)
+        tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected)
+        return tokens, (row_map, None if self.weight_on_input else topk_weights)
+
+    def _rows_per_expert(self, local_ids: Tensor) -> int:
+        """M: exact where the host may look, else T, which suffices unless a token names an expert twice."""
+        most = local_ids.shape[0]
+        if local_ids.device.type == "cpu" and not torch.compiler.is_compiling() and local_ids.numel():
+            most = int(torch.bincount(local_ids.reshape(-1).clamp(min=-1) + 1)[1:].amax()) if local_ids.amax() >= 0 else 0
+        return max(1, -(-most // self.row_alignment)) * self.row_alignment
+
+
+def local_permutation(plan: MoEPlan, route: Route, group: ExpertGroup) -> LocalPermutation:
+    """The permutation that one route needs on this rank."""
+    return LocalPermutation(
+        num_local_experts=len(plan.request.local_experts(group.rank)),
+        row_alignment=route.row_alignment,
+        weight_on_input=plan.request.weight_on_input,
+    )
+
+
+def combine_rows(rows: Tensor, handle: LocalHandle, dtype: torch.dtype) -> Tensor:
+    """Rows `[R, H]` or `[L, M, H]` -> `[T, H]` in `dtype`, weighted and summed in fp32."""
+    row_map, topk_weights = handle
+    return combine(rows.reshape(-1, rows.shape[-1]), row_map, topk_weights, dtype)
+
+
+def bind_standard(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
+    """Tokens as they are; the runner does the rest."""
+    local_ids = LocalIds(plan, group)
+
+    def dispatch(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[StandardTokens, None]:
+        ids = local_ids(topk_ids)
+        return StandardTokens(hidden_states=hidden_states, topk_ids=ids, topk_weights=topk_weights), None
+
+    def finish(rows: Tensor, handle: None) -> Tensor:
+        return rows
+
+    return dispatch, finish
+
+
+def bind_contiguous(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
+    """Rows grouped by expert."""
+    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).contiguous)
+
+
+def bind_masked(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
+    """A block of rows per expert."""
+    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).masked)
+
+
+def _bind_permuted(
+    plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
+) -> tuple[DispatchFn, CombineFn]:
+    local_ids = LocalIds(plan, group)
+    dtype = FLOAT[plan.request.dtype]
+
+    def dispatch(
+        hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[ContiguousTokens | MaskedTokens, LocalHandle]:
+        return permuted(hidden_states, local_ids(topk_ids), topk_weights)  # type: ignore[return-value]
+
+    def finish(rows: Tensor, handle: LocalHandle) -> Tensor:
+        return combine_rows(rows, handle, dtype)
+
+    return dispatch, finish

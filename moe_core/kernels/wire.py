@@ -1,0 +1,69 @@
+"""Tokens as bytes: what one row of an all-to-all message holds, and the way back.
+
+A row is the token in its wire dtype, its scales if it has any, `K` local ids (int32) and `K` weights (fp32).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.errors import SpecError
+from moe_core.payloads import StandardTokens, Tensor
+from moe_core.specs import TokenDtype
+
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Channels that share one scale in the `row_128` layout.
+_GROUP = 128
+_FP8_MAX = 448.0
+
+
+def quantize_rows_fp8(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """`[T, H]` -> e4m3 `[T, H]` and fp32 scales `[T, ceil(H / 128)]`, scale = amax / 448; zeros stay zeros."""
+    num_tokens, hidden_size = hidden_states.shape
+    groups = torch.nn.functional.pad(hidden_states.float(), (0, -hidden_size % _GROUP)).view(num_tokens, -1, _GROUP)
+    scales = groups.abs().amax(-1) / _FP8_MAX
+    divisor = torch.where(scales == 0, 1.0, scales)
+    values = (groups / divisor[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return values.view(num_tokens, -1)[:, :hidden_size], scales
+
+
+def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor, token_dtype: TokenDtype) -> Tensor:
+    """Rows of bytes `[T, B]`.
+
+    Args:
+        hidden_states: `[T, H]` in the layer's dtype.
+        local_ids: `[T, K]` ids local to the receiving rank.
+        topk_weights: `[T, K]`.
+        token_dtype: Float in the layer's dtype, or `fp8/row_128`.
+
+    Raises:
+        SpecError: Another dtype than these.
+    """
+    parts = [hidden_states]
+    if token_dtype.dtype not in _FLOATS:
+        parts = list(_quantize(hidden_states, token_dtype))
+    parts += [local_ids.int(), topk_weights.float()]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: TokenDtype) -> StandardTokens:
+    """The tokens of `encode_message`; quantized ones stay quantized."""
+    dtypes = [(_FLOATS.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
+    is_quantized = token_dtype.dtype not in _FLOATS
+    if is_quantized:
+        dtypes.append((torch.float32, -(-hidden_size // _GROUP)))
+    dtypes += [(torch.int32, top_k), (torch.float32, top_k)]
+    parts = message.split([dtype.itemsize * width for dtype, width in dtypes], dim=1)
+    tensors = [part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, dtypes, strict=True)]
+    return StandardTokens(
+        hidden_states=tensors[0],
+        scales=tensors[1] if is_quantized else None,
+        topk_ids=tensors[-2],
+        topk_weights=tensors[-1],
+    )
+
+
+def _quantize(hidden_states: Tensor, token_dtype: TokenDtype) -> tuple[Tensor, Tensor]:
+    if token_dtype != TokenDtype("fp8", "row_128"):
+        raise SpecError(f"tokens cannot be sent as {token_dtype}; fp8/row_128 and float dtypes can")
+    return quantize_rows_fp8(hidden_states)

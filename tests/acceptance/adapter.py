@@ -1,0 +1,230 @@
+"""moe-core as the acceptance cases see it: every method goes through the public API."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import torch
+from case_lib import Lib, NotOffered
+from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
+from ranks import run_on_ranks
+
+from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights, Workload, make_plan, routing
+from moe_core.activation import ActivationSpec
+from moe_core.discovery import Found
+from moe_core.environment import Environment, probe_environment
+from moe_core.quant import MXFP4_W4A16, W8A8_INT8, QuantScheme
+from moe_core.weights.canonical import canonical_weights
+
+DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
+ACTIVATIONS = {
+    "swiglu": ActivationSpec(),
+    "geglu": ActivationSpec(kind="gelu"),
+    "geglu_tanh": ActivationSpec(kind="gelu_tanh"),
+    "swiglu_oai": ActivationSpec(alpha=1.702, limit=7.0, beta=1.0),
+    "swiglu_limit": ActivationSpec(limit=7.0),
+    "swiglu_step": ActivationSpec(limit=7.0, clamp="after"),
+    **{kind: ActivationSpec(kind=kind, gated=False) for kind in ("relu2", "gelu", "gelu_tanh", "silu", "relu")},
+}
+TORCH_PLUGIN = "moe_core.backends.torch.plugin"
+#: What a spec may say that this version does not offer yet.
+NOT_OFFERED = ("tp", "eplb", "shared")
+
+
+def torch_manager() -> BackendManager:
+    """A manager with the built-in plugin alone, whatever else is installed."""
+    manager = BackendManager()
+    manager.load([Found(name="torch", load=lambda: importlib.import_module(TORCH_PLUGIN), value=TORCH_PLUGIN)])
+    return manager
+
+
+def _activation(spec: dict[str, Any]) -> ActivationSpec:
+    activation = ACTIVATIONS[spec["activation"]]
+    changed = {}
+    if activation.limit is not None:
+        changed["limit"] = spec.get("limit", activation.limit)
+    if activation.alpha != 1.0:
+        changed["alpha"] = spec.get("alpha", activation.alpha)
+    return ActivationSpec(**{**_fields(activation), **changed})
+
+
+def _fields(activation: ActivationSpec) -> dict[str, Any]:
+    return {name: getattr(activation, name) for name in ("kind", "gated", "alpha", "limit", "beta", "clamp")}
+
+
+def _scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
+    if ckpt["fmt"] == "plain":
+        return QuantScheme.from_name(dtype)
+    if ckpt["fmt"] == "int8" and ckpt["group"] is None and ckpt.get("act_bits", 8) == 8:
+        return W8A8_INT8
+    if ckpt["fmt"] == "mxfp4" and ckpt["nibbles"] == "low_first":
+        return MXFP4_W4A16
+    raise NotOffered
+
+
+def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
+    """The request of a case's spec."""
+    if any(spec.get(name) for name in NOT_OFFERED):
+        raise NotOffered
+    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
+    limit = spec.get("max_dispatch_tokens_per_rank")
+    return LayerRequest(
+        num_experts=spec["num_experts"],
+        top_k=spec["ids"].shape[1] if "ids" in spec else spec["top_k"],
+        hidden_size=spec["x"].shape[1] if "x" in spec else spec["hidden_size"],
+        intermediate_size=_intermediate_size(spec),
+        activation=_activation(spec),
+        dtype=name,
+        quant=_scheme(spec["ckpt"], name),
+        bias=spec["ckpt"].get("b13") is not None,
+        weight_on_input=spec.get("weight_on_input", False),
+        deterministic=spec.get("deterministic", False),
+        workloads=[Workload(max_tokens=limit)],
+        **more,
+    )
+
+
+def _intermediate_size(spec: dict[str, Any]) -> int:
+    w13, gated = spec["ckpt"]["w13"], ACTIVATIONS[spec["activation"]].gated
+    rows = w13.shape[2] if spec["ckpt"]["orientation"] == "in_out" else w13.shape[1]
+    return rows // 2 if gated else rows
+
+
+def make_weights(spec: dict[str, Any], ckpt: dict[str, Any], experts: tuple[int, ...] | None = None) -> RawWeights:
+    """Canonical weights of some experts of a case's checkpoint (all of them by default)."""
+    _, dtype = DTYPES[spec.get("dtype", "bfloat16")]
+    stored = {name: tensor for name, tensor in ckpt.items() if isinstance(tensor, torch.Tensor)}
+    if ckpt["fmt"] == "plain":
+        stored = {name: tensor.to(dtype) for name, tensor in stored.items()}
+    elif ckpt["fmt"] == "int8":
+        # One scale per output channel comes as [E, rows, 1].
+        stored = {n: t.squeeze(-1) if n.endswith("_scale") else t for n, t in stored.items()}
+    gated = ACTIVATIONS[spec["activation"]].gated
+    tensors = canonical_weights(stored, layout=ckpt["layout"], orientation=ckpt["orientation"], gated=gated)
+    return RawWeights(tensors={n: t if experts is None else t[list(experts)] for n, t in tensors.items()})
+
+
+class BuiltLayer:
+    """One layer with float64 inputs, as the cases give them."""
+
+    def __init__(self, spec: dict[str, Any], group: ExpertGroup | None = None, **more: Any) -> None:
+        self.spec = spec
+        self.dtype = DTYPES[spec.get("dtype", "bfloat16")][1]
+        manager = torch_manager()
+        environment = probe_environment(manager.modules_required(), "cpu")
+        self.layer = MoELayer(make_request(spec, **more), environment=environment, manager=manager, group=group)
+        self.reload(spec["ckpt"])
+
+    def reload(self, ckpt: dict[str, Any]) -> None:
+        """Load a checkpoint, the first time or again."""
+        owned = self.layer.local_experts
+        num_stored = ckpt["w13"].shape[0]
+        everything = len(owned) == self.spec["num_experts"] or num_stored != self.spec["num_experts"]
+        self.layer.load_weights(make_weights(self.spec, ckpt, None if everything else owned))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The prepared weights."""
+        return list(self.layer.parameters())
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
+        """Cast the inputs to the layer's dtype and run."""
+        return self.layer(x.to(self.dtype), ids, wts.float())
+
+
+class Registry:
+    """The manager, in the words of the cases."""
+
+    def __init__(self) -> None:
+        self._manager = BackendManager()
+
+    def register(self, name: str, plugin: types.ModuleType) -> None:
+        plugin.plugin_name = name  # type: ignore[attr-defined]
+        self._manager.register(name, plugin)
+
+    def unregister(self, name: str) -> None:
+        self._manager.unregister(name)
+
+    def names(self) -> list[str]:
+        return list(self._manager.names())
+
+    def failures(self) -> list[tuple[str, str]]:
+        return [(failed.found.name, str(failed)) for failed in self._manager.failures()]
+
+    def load(self, entry_points: list[tuple[str, Any]]) -> None:
+        def named(name: str, make: Any) -> Any:
+            module = make()
+            module.plugin_name = name
+            return module
+
+        self._manager.load([Found(name=n, load=lambda n=n, f=f: named(n, f)) for n, f in entry_points])
+
+
+class MoECore(Lib):
+    """The adapter."""
+
+    name = "moe-core"
+    deterministic = True
+    reference_runner = "torch"
+    restricted_runners = tuple(RESTRICTED_RUNNERS)
+    runners = ("torch", *RESTRICTED_RUNNERS)
+
+    def run(self, **spec: Any) -> torch.Tensor:
+        return BuiltLayer(spec).forward(spec["x"], spec["ids"], spec["wts"])
+
+    def build(self, **spec: Any) -> BuiltLayer:
+        return BuiltLayer(spec)
+
+    def run_ranks(self, per_rank: list[dict[str, torch.Tensor]], ep: int, **spec: Any) -> list[torch.Tensor]:
+        return run_on_ranks(per_rank, ep, spec)
+
+    def rank_part(self, rank: int, ep: int, **spec: Any) -> torch.Tensor:
+        group = ExpertGroup(rank=rank, size=ep)
+        built = BuiltLayer(spec, group, ep_size=ep, token_placement="replicated")
+        return built.forward(spec["x"], spec["ids"], spec["wts"]).double()
+
+    def local_experts(self, num_experts: int, ep: int) -> list[list[int]]:
+        request = LayerRequest(num_experts=num_experts, top_k=1, hidden_size=8, intermediate_size=8, ep_size=ep)
+        return [list(request.local_experts(rank)) for rank in range(ep)]
+
+    def route(self, logits: torch.Tensor, k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotOffered
+
+    def select(self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto") -> tuple[str, str, str]:
+        manager = torch_manager()
+        manager.register("restricted", restricted_plugin())
+        names = {spec.name for plugin in manager.specs() for spec in plugin.runners}
+        request = LayerRequest(
+            num_experts=8,
+            top_k=2,
+            hidden_size=256,
+            intermediate_size=256,
+            quant=QuantScheme.from_name("bf16" if scheme == "none" else scheme),
+            a2a_backend=None if a2a == "auto" else a2a,
+            runner_backend=None if runner == "auto" else runner,
+            exclude=sorted(names - set(device.get("only", names))),
+        )
+        arch = f"sm{device['sm']}" if "sm" in device else ""
+        environment = Environment(device_type=device["type"], arch=arch, packages={"torch": torch.__version__})
+        plan, _ = make_plan(manager, request, environment)
+        candidate = plan.routes[0].candidate
+        return candidate.a2a_backend, candidate.runner.spec.name, scheme
+
+    def requirements(self, runner: str) -> dict[str, Any]:
+        manager = torch_manager()
+        manager.register("restricted", restricted_plugin())
+        specs = [spec for plugin in manager.specs() for spec in plugin.runners if spec.name == runner]
+        archs = [int(arch.removeprefix("sm")) for spec in specs for arch in spec.archs]
+        modules = [requirement.module for spec in specs for requirement in spec.requirements]
+        return {
+            "device": specs[0].devices[0],
+            "min_sm": min(archs, default=0),
+            "package": modules[0] if modules else None,
+        }
+
+    def registry(self) -> Registry:
+        return Registry()
+
+    def make_plugin(self, kind: str) -> types.ModuleType:
+        return make_plugin_module(kind)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _size(package: Path) -> str:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py")}
+    longest = max(lines, key=lambda path: lines[path])
+    total = sum(lines.values())
+    return (
+        f"size of {package.name}: {total} lines in {len(lines)} files, mean {total // len(lines)}, "
+        f"longest {lines[longest]} ({longest.relative_to(package)})"
+    )
+
+
+def pytest_report_header() -> list[str]:
+    """What this run stands on, and how large the packages have become: growth shows in every CI log."""
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "pluggy"))
+    packages = [ROOT / "moe_core", *sorted(ROOT.glob("plugins/*/moe_plugin_*"))]
+    return [versions, *(_size(package) for package in packages)]
