@@ -6,7 +6,8 @@ what was chosen. The model keeps its parameters: they are read where they lie, a
 
 from __future__ import annotations
 
-from moe_core.integrations.transformers.bridge import PreparedExperts, prepare
+from moe_core.integrations.transformers.bridge import prepare
+from moe_core.integrations.transformers.prepared import PreparedExperts
 from moe_core.integrations.transformers.registry import NAME, register
 
 __all__ = ["NAME", "PreparedExperts", "prepare", "register"]

@@ -30,8 +30,8 @@ def recognise(
 ) -> ActivationSpec | None:
     """The known activation that equals `function` on every probe value, or None.
 
-    Compared with float64 on all pairs of gate and up values from a grid, shuffled over rows and channels: a function that
-    looks at its neighbours, at the channel or at the row is no known activation.
+    Compared with float64 on all pairs of gate and up values from a grid, shuffled over rows and channels: a function
+    that looks at its neighbours, at the channel or at the row is no known activation.
 
     Args:
         function: `[rows, 2I]` (`[rows, I]` when not gated) -> `[rows, I]`; probed in fp32.

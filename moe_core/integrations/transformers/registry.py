@@ -54,8 +54,8 @@ def fp8_experts_forward(self: torch.nn.Module, *arguments: Tensor, **more: Any) 
         UnsupportedModelError: Always.
     """
     raise UnsupportedModelError(
-        f"{type(self).__name__}: FP8 or FP4 experts (their registry is FP8ExpertsInterface) are not served by this version "
-        "of moe-core; load the model unquantized, or with another experts_implementation"
+        f"{type(self).__name__}: FP8 or FP4 experts (their registry is FP8ExpertsInterface) are not served by this "
+        "version of moe-core; load the model unquantized, or with another experts_implementation"
     )
 
 
