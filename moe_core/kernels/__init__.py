@@ -1,1 +1,3 @@
-"""Building blocks that backends share: plain functions on tensors, without plugins or plans."""
+"""Building blocks on plain tensors that plugins share, without plugins or plans; this package itself imports nothing."""
+
+from __future__ import annotations

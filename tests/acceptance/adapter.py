@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
+
+# The cases may be run as a script, without the test runner's path; ranks are processes and inherit this.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
 from case_lib import Lib, NotOffered
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
-from ranks import run_on_ranks
+from layers import torch_manager
+from ranks import RankError, run_on_ranks
 
 from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights, Workload, make_plan, routing
 from moe_core.activation import ActivationSpec
@@ -28,16 +34,8 @@ ACTIVATIONS = {
     "swiglu_step": ActivationSpec(limit=7.0, clamp="after"),
     **{kind: ActivationSpec(kind=kind, gated=False) for kind in ("relu2", "gelu", "gelu_tanh", "silu", "relu")},
 }
-TORCH_PLUGIN = "moe_core.backends.torch.plugin"
 #: What a spec may say that this version does not offer yet.
 NOT_OFFERED = ("tp", "eplb", "shared")
-
-
-def torch_manager() -> BackendManager:
-    """A manager with the built-in plugin alone, whatever else is installed."""
-    manager = BackendManager()
-    manager.load([Found(name="torch", load=lambda: importlib.import_module(TORCH_PLUGIN), value=TORCH_PLUGIN)])
-    return manager
 
 
 def _activation(spec: dict[str, Any]) -> ActivationSpec:
@@ -161,6 +159,12 @@ class Registry:
         self._manager.load([Found(name=n, load=lambda n=n, f=f: named(n, f)) for n, f in entry_points])
 
 
+def _rank_output(group: ExpertGroup, spec: dict[str, Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One rank's job; ranks import this file by name."""
+    built = BuiltLayer({**spec, **inputs}, group, ep_size=group.size)
+    return built.forward(inputs["x"], inputs["ids"], inputs["wts"])
+
+
 class MoECore(Lib):
     """The adapter."""
 
@@ -177,7 +181,12 @@ class MoECore(Lib):
         return BuiltLayer(spec)
 
     def run_ranks(self, per_rank: list[dict[str, torch.Tensor]], ep: int, **spec: Any) -> list[torch.Tensor]:
-        return run_on_ranks(per_rank, ep, spec)
+        outputs = run_on_ranks(_rank_output, [(spec, inputs) for inputs in per_rank])
+        errors = [output.text for output in outputs if isinstance(output, RankError)]
+        if errors:
+            # The rank that refused its input explains why the others lost their connection.
+            raise RuntimeError(next((text for text in errors if text.startswith("InputError")), errors[0]))
+        return [output for output in outputs if isinstance(output, torch.Tensor)]
 
     def rank_part(self, rank: int, ep: int, **spec: Any) -> torch.Tensor:
         group = ExpertGroup(rank=rank, size=ep)
@@ -189,9 +198,14 @@ class MoECore(Lib):
         return [list(request.local_experts(rank)) for rank in range(ep)]
 
     def route(self, logits: torch.Tensor, k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotOffered
+        renamed = {"scale": "routed_scaling_factor"}
+        tensors = {"correction_bias": options.pop("bias", None), "valid": options.pop("valid", None)}
+        spec = routing.RoutingSpec(top_k=k, **{renamed.get(name, name): value for name, value in options.items()})
+        return routing.route(logits, spec, **tensors)
 
-    def select(self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto") -> tuple[str, str, str]:
+    def select(
+        self, scheme: str, device: dict[str, Any], a2a: str = "auto", runner: str = "auto"
+    ) -> tuple[str, str, str]:
         manager = torch_manager()
         manager.register("restricted", restricted_plugin())
         names = {spec.name for plugin in manager.specs() for spec in plugin.runners}

@@ -60,7 +60,9 @@ class AllToAll:
             self._owner[owned] = rank
             self._local[owned] = torch.arange(len(owned), dtype=torch.int32)
 
-    def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[StandardTokens, Exchange]:
+    def dispatch(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[StandardTokens, Exchange]:
         """`[T, H]` of this rank -> the rows `[R, H]` that need this rank's experts, with local ids `[R, K]`."""
         check_ids(topk_ids, self._num_experts)
         self._to(topk_ids.device)

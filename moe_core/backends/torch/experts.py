@@ -22,7 +22,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
         post_norm=weights.post_norm,
         # In the other formats the dispatcher applies the weights, on whichever side.
         weight_on_input=request.weight_on_input and route.runner.spec.format == "standard",
-        deterministic=request.deterministic,
+        deterministic=route.runner.spec.deterministic,
     )
     return partial(_RUNNERS[route.runner.spec.format], experts)
 

@@ -86,7 +86,9 @@ class LocalPermutation:
         )
         return tokens, (permutation.row_map, None if self.weight_on_input else topk_weights)
 
-    def masked(self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, LocalHandle]:
+    def masked(
+        self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[MaskedTokens, LocalHandle]:
         """`[T, H]` -> one block of rows per expert."""
         num_rows = self._rows_per_expert(local_ids)
         row_map, masked_m = masked_row_map(local_ids, self.num_local_experts, num_rows)
@@ -95,7 +97,9 @@ class LocalPermutation:
             weights = gather_masked(topk_weights.float().reshape(-1, 1), row_map.view(-1, 1), *rows.shape[:2])
             rows = (rows * weights).to(rows.dtype)
         if masked_m.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async((masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids")
+            torch._assert_async(
+                (masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
+            )
         expected = max(1, local_ids.numel() // self.num_local_experts)
         tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected)
         return tokens, (row_map, None if self.weight_on_input else topk_weights)
@@ -104,7 +108,9 @@ class LocalPermutation:
         """M: exact where the host may look, else T, which suffices unless a token names an expert twice."""
         most = local_ids.shape[0]
         if local_ids.device.type == "cpu" and not torch.compiler.is_compiling() and local_ids.numel():
-            most = int(torch.bincount(local_ids.reshape(-1).clamp(min=-1) + 1)[1:].amax()) if local_ids.amax() >= 0 else 0
+            most = (
+                int(torch.bincount(local_ids.reshape(-1).clamp(min=-1) + 1)[1:].amax()) if local_ids.amax() >= 0 else 0
+            )
         return max(1, -(-most // self.row_alignment)) * self.row_alignment
 
 

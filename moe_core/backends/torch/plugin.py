@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 from moe_core.activation import ActivationPattern
 from moe_core.hookspecs import hookimpl
-from moe_core.quant import BF16, FP16, FP32
+from moe_core.kernels.schemes import SUPPORTED_SCHEMES
+from moe_core.quant import BF16
 from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ def _local(format_: str) -> DispatcherSpec:
         format=format_,
         sends=_FLOATS,
         token_placements=("replicated",),
-        graph_safe=format_ == "standard",
+        graph_safe=True,
         deterministic=True,
     )
 
@@ -49,21 +52,54 @@ def _alltoall(format_: str) -> DispatcherSpec:
     )
 
 
+#: Device generations on which torch's grouped GEMM reads the group sizes on the device.
+_GROUPED_MM_ARCHS = ("sm90", "sm100", "sm103")
+
+
 def _runner(format_: str) -> RunnerSpec:
+    """A loop over the experts that have rows: everything, everywhere; reads the counts on the host."""
     return RunnerSpec(
         name="torch",
         kernel=format_,
         format=format_,
         reads=_FLOATS,
-        schemes=(FP32, BF16, FP16),
+        schemes=SUPPORTED_SCHEMES,
         activations=_ACTIVATIONS,
         dtypes=("fp32", "bf16", "fp16"),
         weight_layout=WEIGHT_LAYOUT,
         bias=True,
         weight_on_input=True,
         post_norm=True,
-        tier="generic" if format_ == "standard" else "reference",
+        tier=_tier(format_),
     )
+
+
+def _invariant(format_: str) -> RunnerSpec:
+    """The same loop in tiles of fixed height: a token's bits do not depend on its batch."""
+    return attrs.evolve(
+        _runner(format_), kernel=f"{format_}_invariant", devices=("cpu",), deterministic=True, tier="reference"
+    )
+
+
+def _grouped_mm(format_: str) -> RunnerSpec:
+    """Torch's grouped GEMM, without a host synchronisation."""
+    return attrs.evolve(
+        _runner(format_),
+        kernel=f"{format_}_grouped_mm",
+        schemes=(BF16,),
+        dtypes=("bf16",),
+        devices=("cuda",),
+        archs=_GROUPED_MM_ARCHS,
+        # Rows and columns of 16 bytes.
+        limits=(Limit("hidden_size", "multiple_of", 8), Limit("intermediate_size", "multiple_of", 8)),
+        graph_safe=True,
+        tier="generic",
+    )
+
+
+def _tier(format_: str) -> str:
+    # Only this format's dispatcher moves nothing.
+    return "generic" if format_ == "standard" else "reference"
 
 
 @hookimpl
@@ -74,7 +110,7 @@ def declare_backends() -> PluginSpec:
         hook_api=1,
         description="torch on any device; torch.distributed as transport",
         dispatchers=[*map(_local, _FORMATS), *map(_alltoall, _FORMATS)],
-        runners=[*map(_runner, _FORMATS)],
+        runners=[make(format_) for make in (_runner, _invariant, _grouped_mm) for format_ in _FORMATS],
         requirements=(Requirement(module="torch", minimum="2.10", install="pip install 'torch>=2.10'"),),
     )
 

@@ -1,0 +1,157 @@
+"""What the core itself costs: importing it, resolving a model, the layer around its bound functions, and loading.
+
+Run: python benchmarks/core.py        (no accelerator needed)
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moe_core import LayerRequest, MoELayer, RawWeights, default_manager, load_environment, plan_layers
+
+_MEBI = 1 << 20
+
+
+def import_seconds(module: str, repeats: int = 5) -> float:
+    """Median time of an import in a fresh interpreter, without the interpreter's own start."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(repeats)
+    ]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def resolve_milliseconds(distinct: bool, num_layers: int = 61, repeats: int = 9) -> float:
+    """Median time to plan every layer of a 256-expert model; distinct layers differ in one size."""
+    manager, environment = default_manager(), load_environment("h100")
+    requests = {
+        f"layers.{index}": LayerRequest(
+            num_experts=256,
+            top_k=8,
+            hidden_size=7168,
+            intermediate_size=2048 + (8 * index if distinct else 0),
+        )
+        for index in range(num_layers)
+    }
+    return 1e3 * _median(lambda: plan_layers(manager, requests, environment), repeats)
+
+
+def overhead_microseconds(repeats: int = 15, calls: int = 200) -> tuple[float, float]:
+    """Medians at T = 1 of `MoELayer.forward`, and of the same bound functions called by hand, interleaved."""
+    layer, _ = make_layer(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+    bound = layer._bound.routes[0]  # the very functions the layer calls
+    hidden_states = torch.randn(1, 64, dtype=torch.bfloat16)
+    topk_ids, topk_weights = torch.tensor([[1, 5]]), torch.tensor([[0.75, 0.25]])
+
+    def by_hand() -> torch.Tensor:
+        dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)
+        return bound.combine(bound.experts(dispatched), handle)
+
+    def through_layer() -> torch.Tensor:
+        return layer(hidden_states, topk_ids, topk_weights)
+
+    samples: dict[Callable[[], torch.Tensor], list[float]] = {by_hand: [], through_layer: []}
+    for _ in range(repeats):
+        for function, times in samples.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(samples[through_layer]), statistics.median(samples[by_hand])
+
+
+def load_peak_ratio() -> tuple[float, float]:
+    """Peak resident memory while a layer is loaded, and while it is loaded again, over the checkpoint's bytes."""
+    tensors = make_tensors(num_experts=32, hidden_size=2048, intermediate_size=768)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    layer = MoELayer(make_request(32, 2048, 768, 8), device="cpu")
+    first = _peak_growth(lambda: layer.load_weights(RawWeights(tensors=tensors)))
+    again = _peak_growth(lambda: layer.load_weights(RawWeights(tensors=tensors)))
+    return first / size, again / size
+
+
+def make_request(num_experts: int, hidden_size: int, intermediate_size: int, top_k: int) -> LayerRequest:
+    """A bf16 layer."""
+    return LayerRequest(
+        num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=intermediate_size
+    )
+
+
+def make_tensors(num_experts: int, hidden_size: int, intermediate_size: int) -> dict[str, torch.Tensor]:
+    """Random canonical bf16 weights."""
+    return {
+        "w13": torch.randn(num_experts, 2 * intermediate_size, hidden_size, dtype=torch.bfloat16),
+        "w2": torch.randn(num_experts, hidden_size, intermediate_size, dtype=torch.bfloat16),
+    }
+
+
+def make_layer(num_experts: int, hidden_size: int, intermediate_size: int, top_k: int) -> tuple[MoELayer, RawWeights]:
+    """A loaded layer and its weights."""
+    layer = MoELayer(make_request(num_experts, hidden_size, intermediate_size, top_k), device="cpu")
+    weights = RawWeights(tensors=make_tensors(num_experts, hidden_size, intermediate_size))
+    layer.load_weights(weights)
+    return layer, weights
+
+
+def _median(function: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _peak_growth(function: Callable[[], object]) -> int:
+    """Bytes by which the resident set grew at most while `function` ran, sampled every millisecond."""
+    before, peak, done = _resident(), _resident(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    function()
+    done.set()
+    watcher.join()
+    return max(peak, _resident()) - before
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def main() -> None:
+    """Measure everything and print one table."""
+    torch.set_num_threads(1)
+    caption = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread"
+    table = Table("what", "figure", "target", title="What the core costs", caption=caption)
+    ours, torch_s = import_seconds("moe_core"), import_seconds("torch")
+    table.add_row("import moe_core / import torch", f"{ours * 1e3:.1f} ms / {torch_s * 1e3:.0f} ms", "under a tenth")
+    table.add_row("plan 61 equal layers, 256 experts", f"{resolve_milliseconds(distinct=False):.1f} ms", "under 50 ms")
+    table.add_row("plan 61 distinct layers", f"{resolve_milliseconds(distinct=True):.1f} ms", "-")
+    through_layer, by_hand = overhead_microseconds()
+    figure = f"{through_layer - by_hand:.1f} us ({through_layer:.1f} - {by_hand:.1f})"
+    table.add_row("MoELayer.forward - bound functions, T = 1", figure, "at most 10 us")
+    first, again = load_peak_ratio()
+    table.add_row("peak memory of load + prepare / checkpoint", f"{first:.2f}", "at most 1.5 (own copy, one expert)")
+    table.add_row("peak memory of a reload / checkpoint", f"{again:.2f}", "about 0")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Rows back to tokens: the weighted sum over a token's slots."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.payloads import Tensor
+
+
+def combine(
+    rows: Tensor, row_map: Tensor, topk_weights: Tensor | None, dtype: torch.dtype, *, complete: bool = False
+) -> Tensor:
+    """Sum each token's rows, in slot order, in fp32, rounded once.
+
+    Product and sum are separate roundings (no fused multiply-add), so that a token's result depends on nothing but
+    its own rows and weights.
+
+    Args:
+        rows: `[R, H]`, any float dtype; rows that no slot names are not read.
+        row_map: `[T, K]` int64, row of each slot, -1 = none: skipped, whatever its weight.
+        topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
+        dtype: Of the result.
+        complete: The caller knows that no slot is -1; saves the masking.
+
+    Returns:
+        `[T, H]`; zeros for a token without any row.
+    """
+    num_tokens, top_k = row_map.shape
+    if rows.shape[0] == 0 or top_k == 0:
+        return rows.new_zeros((num_tokens, rows.shape[1]), dtype=dtype)
+    index = row_map if complete else row_map.clamp(min=0)
+    weights = None if topk_weights is None else topk_weights.float()
+    for slot in range(top_k):
+        # index_select makes fresh memory, so that writing into `value` touches no input.
+        value = rows.index_select(0, index[:, slot]).float()
+        if weights is not None:
+            value.mul_(weights[:, slot, None])
+        if not complete:
+            # Not a product with zero: an undefined row may be NaN.
+            value = torch.where(row_map[:, slot, None] >= 0, value, 0.0)
+        result = value if slot == 0 else result.add_(value)
+    return result.to(dtype)

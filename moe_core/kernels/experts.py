@@ -1,0 +1,127 @@
+"""The experts on each token format: both projections, what is between them, and what comes after."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from moe_core.kernels.combine import combine
+from moe_core.kernels.grouped import Groups, grouped_linear, make_groups
+from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.permute import gather_row_values, gather_rows, permute
+from moe_core.payloads import ActivationFn, PostNormFn, Tensor
+
+
+@attrs.define(eq=False, kw_only=True)
+class Experts:
+    """Everything about the local experts that does not change between calls.
+
+    Attributes:
+        w13: First projection.
+        w2: Second projection.
+        activation: `[rows, N1] -> [rows, I]`.
+        post_norm: `[rows, H] -> [rows, H]` after the second projection and its bias, or None.
+        weight_on_input: The router weight multiplies the input of the first projection; then not the output.
+        deterministic: A token's result is the same bits alone, in any batch and in any order; CPU only.
+    """
+
+    w13: ExpertLinear
+    w2: ExpertLinear
+    activation: ActivationFn
+    post_norm: PostNormFn | None = None
+    weight_on_input: bool = False
+    deterministic: bool = False
+
+
+@torch.no_grad()
+def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts) -> Tensor:
+    """Tokens as they came -> their weighted sums.
+
+    Args:
+        hidden_states: `[T, H]` in the layer's dtype.
+        topk_ids: `[T, K]` local ids, -1 = no expert; in range.
+        topk_weights: `[T, K]`, used as fp32.
+        experts: The local experts.
+
+    Returns:
+        `[T, H]` in the layer's dtype; zeros for a token without local expert.
+    """
+    permutation = permute(topk_ids, experts.w13.weight.shape[0])
+    rows = gather_rows(hidden_states, permutation)
+    weights: Tensor | None = topk_weights
+    if experts.weight_on_input:
+        row_weights = gather_row_values(topk_weights.float(), permutation)
+        rows, weights = (rows * row_weights[:, None]).to(rows.dtype), None
+    groups = make_groups(permutation.num_tokens_per_expert, permutation.group_ends)
+    out = _rows_of_experts(rows, groups, experts)
+    complete = groups.on_host is not None and sum(end - start for _, start, end in groups.on_host) == topk_ids.numel()
+    return combine(out, permutation.row_map, weights, hidden_states.dtype, complete=complete)
+
+
+@torch.no_grad()
+def experts_contiguous(rows: Tensor, num_tokens_per_expert: Tensor, group_ends: Tensor, experts: Experts) -> Tensor:
+    """Rows grouped by expert -> unweighted rows of the same shape.
+
+    Args:
+        rows: `[R, H]`; rows past a group's count are undefined.
+        num_tokens_per_expert: `[L]` int32.
+        group_ends: `[L]` int32, each group padded to the alignment.
+        experts: The local experts.
+
+    Returns:
+        `[R, H]` in the dtype of `rows` (fp32 for fp16, whose largest number an unweighted row may exceed);
+        rows past a group's count are undefined.
+    """
+    return _narrow(_padded_rows(rows, make_groups(num_tokens_per_expert, group_ends), experts), rows.dtype)
+
+
+@torch.no_grad()
+def experts_masked(rows: Tensor, masked_m: Tensor, experts: Experts) -> Tensor:
+    """One block of rows per expert -> unweighted rows of the same shape.
+
+    Args:
+        rows: `[L, M, H]`; rows past `masked_m` are undefined.
+        masked_m: `[L]` int32.
+        experts: The local experts.
+
+    Returns:
+        `[L, M, H]`, dtype as in `experts_contiguous`; rows past `masked_m` are undefined.
+    """
+    num_experts, block, hidden_size = rows.shape
+    group_ends = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32) * block
+    out = _padded_rows(rows.reshape(-1, hidden_size), make_groups(masked_m, group_ends), experts)
+    return _narrow(out, rows.dtype).view(num_experts, block, -1)
+
+
+def _narrow(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows if dtype == torch.float16 else rows.to(dtype)
+
+
+def _padded_rows(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
+    """As `_rows_of_experts`; where host sizes are known, undefined rows cost nothing."""
+    if groups.on_host is None:
+        return _rows_of_experts(rows, groups, experts)
+    compact, ends = [], 0
+    for expert, start, end in groups.on_host:
+        compact.append((expert, ends, ends + end - start))
+        ends += end - start
+    if ends == rows.shape[0]:
+        return _rows_of_experts(rows, groups, experts)
+    real = torch.cat([rows[start:end] for _, start, end in groups.on_host]) if compact else rows[:0]
+    result = _rows_of_experts(real, attrs.evolve(groups, on_host=compact), experts)
+    out = result.new_empty((rows.shape[0], result.shape[1]))
+    for (_, start, end), (_, first, last) in zip(groups.on_host, compact, strict=True):
+        out[start:end] = result[first:last]
+    return out
+
+
+def _rows_of_experts(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
+    hidden = grouped_linear(rows, groups, experts.w13, experts.deterministic)
+    hidden = _apply(experts.activation, hidden, experts.deterministic)
+    out = grouped_linear(hidden, groups, experts.w2, experts.deterministic)
+    return out if experts.post_norm is None else _apply(experts.post_norm, out, experts.deterministic)
+
+
+def _apply(function: ActivationFn, rows: Tensor, by_row: bool) -> Tensor:
+    # Vectorized functions treat the last elements of a tensor differently; a row alone is always the same tensor.
+    return torch.cat([function(row) for row in rows.split(1)]) if by_row and rows.shape[0] else function(rows)

@@ -1,0 +1,81 @@
+"""One linear map per expert over grouped rows, on any device and under compilation."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch.nn import functional
+
+from moe_core.kernels.linear import ExpertLinear, Group, active_groups, linear_by_expert, linear_by_expert_op
+from moe_core.kernels.quantize import fake_quantize_activations
+from moe_core.payloads import Tensor
+
+
+@attrs.define(eq=False)
+class Groups:
+    """Where each expert's rows are.
+
+    Attributes:
+        num_tokens_per_expert: `[L]` int32, real rows.
+        group_ends: `[L]` int32, row after each padded group.
+        on_host: The experts with rows as host numbers, None where reading them would wait for a device or break
+            a graph.
+    """
+
+    num_tokens_per_expert: Tensor
+    group_ends: Tensor
+    on_host: list[Group] | None = None
+
+
+def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
+    """The groups, on the host too where that is free."""
+    free = group_ends.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_host = active_groups(num_tokens_per_expert, group_ends) if free else None
+    return Groups(num_tokens_per_expert, group_ends, on_host)
+
+
+def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, deterministic: bool = False) -> Tensor:
+    """`rows [R, C] -> [R, N]`, each group by its expert's weight and bias.
+
+    On CPU: a loop over the experts that have rows (one opaque operator under compilation). On accelerators: the
+    grouped GEMM of torch for unquantized bf16, without host sync; otherwise the loop, which reads the counts back.
+
+    Args:
+        rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
+        groups: Where the rows of each expert are.
+        linear: The weights; activations are rounded as its scheme says.
+        deterministic: See `linear.linear_by_expert`; on CPU only.
+
+    Returns:
+        fp32 from the loop, bf16 from the grouped GEMM.
+    """
+    rows = fake_quantize_activations(rows, linear.scheme)
+    if rows.device.type != "cpu" and uses_grouped_gemm(linear):
+        return _grouped_gemm(rows, groups.group_ends, linear)
+    if groups.on_host is not None:
+        return linear_by_expert(rows, groups.on_host, linear, deterministic)
+    return linear_by_expert_op(
+        rows,
+        groups.num_tokens_per_expert,
+        groups.group_ends,
+        linear.weight,
+        linear.bias,
+        linear.scale,
+        linear.scheme_name,
+        deterministic,
+    )
+
+
+def uses_grouped_gemm(linear: ExpertLinear) -> bool:
+    """Whether an accelerator multiplies these weights without host sync: bf16, rows and columns of 16 bytes."""
+    weight = linear.weight
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def _grouped_gemm(rows: Tensor, group_ends: Tensor, linear: ExpertLinear) -> Tensor:
+    out = functional.grouped_mm(rows.to(linear.weight.dtype), linear.weight.mT, offs=group_ends)
+    if linear.bias is None:
+        return out
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=group_ends.dtype)
+    expert = torch.searchsorted(group_ends, row, right=True).clamp(max=group_ends.shape[0] - 1)
+    return out + linear.bias[expert]

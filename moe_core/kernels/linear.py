@@ -1,0 +1,194 @@
+"""One linear map per expert over rows grouped by expert, on CPU: the loop over experts that have rows.
+
+Half precision GEMMs of CPUs without bf16 or fp16 instructions reach a fraction of the fp32 rate, except for up to
+three rows (bound by memory). So few rows are multiplied as stored, and more rows by fp32 copies of the weight, made
+block by block in a scratch that stays in the cache. Quantized weights are read through the same blocks, so that never
+more than one block of dequantized weights is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch.nn import functional
+
+from moe_core.kernels.quantize import dequantize_into
+from moe_core.payloads import Tensor
+from moe_core.quant import SCHEMES, QuantScheme
+
+#: fp32 bytes of one block of weight rows: small enough for the cache, large enough to amortize a call.
+_BLOCK_BYTES = 4 << 20
+#: Most rows for which a half precision GEMM as stored is faster than fp32 blocks (measured on AVX2).
+_FEW_ROWS = 3
+#: Rows that the deterministic loop multiplies together, always exactly so many.
+_TILE = 4
+#: Row strides of whole cache lines: with others a GEMM may treat rows of one tile differently.
+_LINE = 16
+
+#: Half precision dtypes for which this CPU's GEMM is fast at any size.
+_HAS_FAST_GEMM = {
+    torch.bfloat16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+}
+
+#: An expert with rows, its first row, and the row after its last real one.
+Group = tuple[int, int, int]
+
+
+@attrs.define(eq=False, kw_only=True)
+class ExpertLinear:
+    """The weights of one projection of all local experts.
+
+    Attributes:
+        weight: `[L, N, C]` in the stored form of `scheme`, any strides.
+        scheme: How `weight` is stored, and what activations are rounded to.
+        bias: `[L, N]` or None.
+        scale: `[L, N, ..]` scales of a quantized weight, None otherwise.
+    """
+
+    weight: Tensor
+    scheme: QuantScheme
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    #: Name of `scheme` in `SCHEMES`: what an operator can be given.
+    scheme_name: str = attrs.field(init=False, default="")
+
+    def __attrs_post_init__(self) -> None:
+        """Look the name up once; a compiler should not have to follow it."""
+        self.scheme_name = self.scheme.label
+
+    @property
+    def num_outputs(self) -> int:
+        """Width `N` of the output rows."""
+        return self.weight.shape[1]
+
+
+def active_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> list[Group]:
+    """The experts with rows; reads both `[L]` tensors on the host."""
+    start, groups = 0, []
+    for expert, (count, end) in enumerate(zip(num_tokens_per_expert.tolist(), group_ends.tolist(), strict=True)):
+        if count:
+            groups.append((expert, start, start + count))
+        start = end
+    return groups
+
+
+def linear_by_expert(rows: Tensor, groups: list[Group], linear: ExpertLinear, deterministic: bool = False) -> Tensor:
+    """Multiply each group's rows by its expert's weight and add the bias.
+
+    Args:
+        rows: `[R, C]` float rows, already rounded to the scheme's activation dtype.
+        groups: The experts to visit; other experts' weights are not read.
+        linear: The weights.
+        deterministic: Each row's result depends on that row and its weight alone, bit by bit.
+
+    Returns:
+        `[R, N]` fp32; rows outside `groups` are undefined.
+    """
+    out = rows.new_empty((rows.shape[0], linear.num_outputs), dtype=torch.float32)
+    multiply = _multiply_tiles if deterministic else _multiply
+    scratch = _Scratch(linear)
+    for expert, start, end in groups:
+        target = out[start:end]
+        multiply(target, rows[start:end], linear, expert, scratch)
+        if linear.bias is not None:
+            target.add_(linear.bias[expert])
+    return out
+
+
+class _Scratch:
+    """Memory for one block of fp32 weight rows, made when first needed and used for every block of the call."""
+
+    def __init__(self, linear: ExpertLinear) -> None:
+        self.num_inputs = linear.weight.shape[2] * (2 if linear.scheme.weight_dtype == "fp4" else 1)
+        lines = max(1, _BLOCK_BYTES // (4 * max(1, self.num_inputs) * _LINE))
+        self.block_rows = min(lines * _LINE, max(1, linear.num_outputs))
+        self._linear = linear
+        self._memory: Tensor | None = None
+
+    def blocks(self, expert: int, padded: bool) -> Iterator[tuple[int, Tensor]]:
+        """First row and fp32 `[rows, C]` of each block; `padded` gives whole cache lines, zero past C."""
+        weight, scheme, scale = self._linear.weight[expert], self._linear.scheme, self._linear.scale
+        memory = self._memory
+        if memory is None:
+            memory = self._memory = self._allocate(weight, padded)
+        for first in range(0, weight.shape[0], self.block_rows):
+            part = weight[first : first + self.block_rows]
+            block = memory[: part.shape[0]]
+            part_scale = None if scale is None else scale[expert, first : first + self.block_rows]
+            dequantize_into(block[:, : self.num_inputs], part, part_scale, scheme)
+            yield first, block
+
+    def _allocate(self, weight: Tensor, padded: bool) -> Tensor:
+        if padded:
+            return weight.new_zeros((self.block_rows, -(-self.num_inputs // _LINE) * _LINE), dtype=torch.float32)
+        if weight.stride(0) == 1 and weight.stride(1) != 1:
+            # A transposed weight is copied along its own memory order.
+            return weight.new_empty((self.num_inputs, self.block_rows), dtype=torch.float32).mT
+        return weight.new_empty((self.block_rows, self.num_inputs), dtype=torch.float32)
+
+
+def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
+    weight = linear.weight[expert]
+    if weight.dtype == torch.float32:
+        torch.mm(rows.float(), weight.t(), out=out)
+        return
+    if _multiplies_as_stored(rows.shape[0], weight):
+        out.copy_(functional.linear(rows.to(weight.dtype), weight))
+        # fp16 ends at 65504; the fp32 blocks below do not.
+        if weight.dtype == torch.bfloat16 or bool(out.isfinite().all()):
+            return
+    wide = rows.float()
+    for first, block in scratch.blocks(expert, padded=False):
+        torch.mm(wide, block.t(), out=out[:, first : first + block.shape[0]])
+
+
+def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or _HAS_FAST_GEMM.get(weight.dtype, False):
+        return weight.is_floating_point()
+    return num_rows <= _FEW_ROWS and weight.is_floating_point() and weight.stride(1) == 1
+
+
+def _multiply_tiles(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
+    """Always `_TILE` rows by the same blocks: GEMMs of other heights may sum in another order."""
+    tiles = -(-rows.shape[0] // _TILE)
+    width = -(-scratch.num_inputs // _LINE) * _LINE
+    padded = rows.new_zeros((tiles, _TILE, width), dtype=torch.float32)
+    padded.view(-1, width)[: rows.shape[0], : scratch.num_inputs] = rows
+    for first, block in scratch.blocks(expert, padded=True):
+        product = out.new_empty((tiles, _TILE, block.shape[0]))
+        for tile, tile_out in zip(padded, product, strict=True):
+            torch.mm(tile, block.t(), out=tile_out)
+        out[:, first : first + block.shape[0]] = product.view(-1, block.shape[0])[: out.shape[0]]
+
+
+@torch.library.custom_op("moe_core::linear_by_expert", mutates_args=())
+def linear_by_expert_op(
+    rows: Tensor,
+    num_tokens_per_expert: Tensor,
+    group_ends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    scheme: str,
+    deterministic: bool,
+) -> Tensor:
+    """`linear_by_expert` as one opaque operator, so that full-graph compilation keeps the loop."""
+    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale)
+    return linear_by_expert(rows, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
+
+
+@linear_by_expert_op.register_fake
+def _fake(
+    rows: Tensor,
+    num_tokens_per_expert: Tensor,
+    group_ends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    scheme: str,
+    deterministic: bool,
+) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[1]), dtype=torch.float32)

@@ -1,0 +1,171 @@
+"""The torch dispatchers: local permutations, replicated tokens, and all-to-all over real gloo ranks."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from layers import build, exact, layer_output, random_tensors, random_tokens
+from ranks import RankError, run_on_ranks
+from reference_moe import rel
+
+from moe_core import ExpertGroup, ExpertPlacement, LayerRequest, Workload
+from moe_core.errors import InputError, ResolutionError
+from moe_core.kernels.wire import decode_message, encode_message
+from moe_core.specs import TokenDtype
+
+SMALL = LayerRequest(num_experts=7, top_k=3, hidden_size=40, intermediate_size=24, dtype="fp32", bias=True)
+MODES = ("standard", "contiguous", "masked")
+#: One rounding of the output and one of every GEMM's operands; sums are in fp32.
+TOLERANCE = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
+
+
+def _with(mode: str, name: str = "none", **more: object) -> LayerRequest:
+    return attrs.evolve(SMALL, a2a_backend=f"{name}.{mode}", **more)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_format_on_one_rank(mode: str, weight_on_input: bool, dtype: str) -> None:
+    request = LayerRequest(
+        **{**_fields(SMALL), "dtype": dtype}, a2a_backend=f"none.{mode}", weight_on_input=weight_on_input
+    )
+    tensors, tokens = random_tensors(request), random_tokens(request, 19)
+    output = build(request, tensors)(*tokens)
+    assert output.dtype == tokens[0].dtype
+    assert rel(output.double(), exact(request, tensors, tokens)) < TOLERANCE[dtype]
+
+
+def _fields(request: LayerRequest) -> dict[str, object]:
+    return {
+        name: getattr(request, name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "bias")
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(mode: str, num_tokens: int) -> None:
+    tensors, tokens = random_tensors(SMALL), random_tokens(SMALL, num_tokens)
+    output = build(_with(mode), tensors)(*tokens)
+    assert output.shape == (num_tokens, 40)
+    assert rel(output.double(), exact(SMALL, tensors, tokens)) < 2e-6 or num_tokens == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_token_has_an_expert(mode: str) -> None:
+    hidden_states, topk_ids, topk_weights = random_tokens(SMALL, 5)
+    output = build(_with(mode), random_tensors(SMALL))(
+        torch.full_like(hidden_states, torch.nan), torch.full_like(topk_ids, -1), topk_weights
+    )
+    assert torch.equal(output, torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["contiguous", "round_robin"])
+def test_parts_of_replicated_tokens_sum_to_the_whole(mode: str, kind: str) -> None:
+    request = _with(mode, ep_size=3, token_placement="replicated", placement=ExpertPlacement(kind))
+    tensors, tokens = random_tensors(SMALL), random_tokens(SMALL, 11)
+    layers = [build(request, tensors, ExpertGroup(rank=rank, size=3)) for rank in range(3)]
+    assert not layers[0].plan.output_is_complete
+    parts = sum(layer(*tokens).double() for layer in layers)
+    assert rel(parts, exact(SMALL, tensors, tokens)) < 2e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("counts", "kind"), [((5, 0, 9), "contiguous"), ((1, 17), "round_robin"), ((0, 0, 3, 4), "contiguous")]
+)
+def test_all_to_all_gives_every_rank_its_own_rows(mode: str, counts: tuple[int, ...], kind: str) -> None:
+    size = len(counts)
+    request = _with(mode, "torch_alltoall", ep_size=size, placement=ExpertPlacement(kind))
+    tensors = random_tensors(SMALL)
+    tokens = [random_tokens(SMALL, count, seed=10 + rank) for rank, count in enumerate(counts)]
+    outputs = run_on_ranks(layer_output, [(request, tensors, tokens[rank]) for rank in range(size)])
+    for output, own in zip(outputs, tokens, strict=True):
+        assert isinstance(output, torch.Tensor), output
+        want = exact(SMALL, tensors, own)
+        assert output.shape == want.shape
+        assert rel(output, want) < 2e-6 or not want.numel()
+
+
+def test_all_to_all_with_the_weight_on_the_input_and_more_ranks_than_experts() -> None:
+    request = LayerRequest(
+        num_experts=3,
+        top_k=2,
+        hidden_size=24,
+        intermediate_size=16,
+        dtype="fp32",
+        ep_size=4,
+        weight_on_input=True,
+        a2a_backend="torch_alltoall.standard",
+    )
+    tensors, tokens = random_tensors(request), random_tokens(request, 6)
+    outputs = run_on_ranks(layer_output, [(request, tensors, tokens)] * 4)
+    for output in outputs:
+        assert isinstance(output, torch.Tensor), output
+        assert rel(output, exact(request, tensors, tokens)) < 2e-6
+
+
+def test_all_to_all_chooses_the_route_by_phase() -> None:
+    workloads = [Workload(phase="prefill"), Workload(phase="decode", max_tokens=4)]
+    request = _with("standard", "torch_alltoall", ep_size=2, workloads=workloads)
+    tensors, tokens = random_tensors(SMALL), random_tokens(SMALL, 3)
+    outputs = run_on_ranks(layer_output, [(request, tensors, tokens, "decode"), (request, tensors, tokens, "decode")])
+    assert all(isinstance(output, torch.Tensor) for output in outputs), outputs
+    (error, _) = run_on_ranks(layer_output, [(request, tensors, tokens, None)] * 2)
+    assert isinstance(error, RankError)
+    assert "say which with phase=" in error.text
+
+
+def test_ranks_that_disagree_are_told_the_field_and_both_values() -> None:
+    request = _with("standard", "torch_alltoall", ep_size=2)
+    other = attrs.evolve(request, top_k=2)
+    tensors = random_tensors(SMALL)
+    errors = run_on_ranks(
+        layer_output, [(request, tensors, random_tokens(request, 2)), (other, tensors, random_tokens(other, 2))]
+    )
+    for error in errors:
+        assert isinstance(error, RankError)
+        assert error.text.startswith("PlanMismatchError")
+        assert "'request.top_k': rank 0: 3, rank 1: 2" in error.text
+
+
+@pytest.mark.error_path
+def test_an_id_out_of_range_is_named() -> None:
+    layer = build(_with("standard"), random_tensors(SMALL))
+    hidden_states, topk_ids, topk_weights = random_tokens(SMALL, 2)
+    topk_ids[1, 1] = 7
+    with pytest.raises(InputError, match=r"id 7 .*num_experts is 7"):
+        layer(hidden_states, topk_ids, topk_weights)
+
+
+@pytest.mark.error_path
+def test_local_tokens_need_to_be_called_replicated() -> None:
+    with pytest.raises(ResolutionError, match="say token_placement='replicated'"):
+        build(_with("standard", ep_size=2), random_tensors(SMALL), ExpertGroup(rank=0, size=2))
+
+
+@pytest.mark.error_path
+def test_transport_without_a_process_group_is_refused() -> None:
+    with pytest.raises(InputError, match=r"needs ExpertGroup\.process_group"):
+        build(_with("standard", "torch_alltoall", ep_size=2), random_tensors(SMALL), ExpertGroup(rank=0, size=2))
+
+
+@pytest.mark.parametrize("hidden_size", [40, 256, 333])
+@pytest.mark.parametrize("token_dtype", [TokenDtype("fp8", "row_128"), TokenDtype("bf16")], ids=str)
+def test_a_message_holds_tokens_scales_ids_and_weights(token_dtype: TokenDtype, hidden_size: int) -> None:
+    hidden_states = (torch.randn(6, hidden_size) * torch.logspace(-3, 3, 6)[:, None]).bfloat16()
+    hidden_states[2] = 0
+    topk_ids, topk_weights = torch.randint(-1, 5, (6, 2)), torch.rand(6, 2)
+    message = encode_message(hidden_states, topk_ids, topk_weights, token_dtype)
+    assert message.dtype == torch.uint8
+    tokens = decode_message(message, hidden_size, 2, token_dtype)
+    assert torch.equal(tokens.topk_ids, topk_ids.int())
+    assert torch.equal(tokens.topk_weights, topk_weights)
+    values = tokens.hidden_states.float()
+    if tokens.scales is not None:
+        values = values * tokens.scales.repeat_interleave(128, dim=1)[:, :hidden_size]
+    # Three fraction bits: half a step is 1/16 of the value.
+    assert ((values - hidden_states.float()).abs() <= hidden_states.float().abs() / 16 + 1e-6).all()
+    assert (values[2] == 0).all()

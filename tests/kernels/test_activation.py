@@ -1,0 +1,56 @@
+"""Every built-in activation variant against its formula in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from moe_core.activation import ActivationSpec
+from moe_core.errors import SpecError
+from moe_core.kernels.activation import activation_function
+
+from . import oracle
+
+_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+_GATED = [
+    ActivationSpec(kind=kind, limit=limit, beta=beta, clamp=clamp, row_order=order)
+    for kind, limit, beta, clamp, order in itertools.product(
+        _KINDS, (None, 0.8), (0.0, 1.0), ("before", "after"), ("gate_up", "interleaved")
+    )
+]
+_VARIANTS = [
+    *_GATED,
+    *(ActivationSpec(kind=kind, gated=False) for kind in _KINDS),
+    ActivationSpec(alpha=1.702, gated=False),
+    ActivationSpec(alpha=1.702, limit=0.7, beta=1.0, row_order="interleaved"),
+]
+#: One rounding of the result (half of one unit in the last place), plus fp32 exponentials.
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.mark.parametrize("dtype", _ROUNDING)
+@pytest.mark.parametrize("spec", _VARIANTS, ids=str)
+def test_variant_equals_its_formula(spec: ActivationSpec, dtype: torch.dtype) -> None:
+    h = (torch.randn(5, 26) * 2).to(dtype)
+    before = h.clone()
+    got = activation_function(spec)(h)
+    want = oracle.activate(h.double(), spec)
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, rtol=_ROUNDING[dtype], atol=1e-6)
+    assert torch.equal(h, before)
+
+
+def test_gate_is_not_clamped_from_below() -> None:
+    spec = ActivationSpec(kind="silu", limit=0.5)
+    got = activation_function(spec)(torch.tensor([[-3.0, 0.4]]))
+    assert float(got) == pytest.approx(-3.0 / (1 + torch.e**3) * 0.4, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["module", "any"])
+def test_kinds_without_a_function_are_refused(kind: str) -> None:
+    with pytest.raises(SpecError, match=kind):
+        activation_function(ActivationSpec(kind=kind))

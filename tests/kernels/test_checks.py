@@ -1,0 +1,66 @@
+"""Input checks name the fault; they do not break a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_core.errors import InputError
+from moe_core.kernels.checks import check_ids, check_tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_valid_ids_pass(dtype: torch.dtype) -> None:
+    check_ids(torch.tensor([[0, 5], [-1, 3]], dtype=dtype), 6)
+    check_ids(torch.empty(0, 2, dtype=dtype), 6)
+
+
+@pytest.mark.parametrize("bad", [6, 1_000_000, -2])
+def test_an_id_out_of_range_is_named_with_the_bound(bad: int) -> None:
+    with pytest.raises(InputError, match=rf"{bad} .*num_experts is 6"):
+        check_ids(torch.tensor([[0, bad]]), 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_ids_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="int32 or int64"):
+        check_ids(torch.zeros(1, 2, dtype=dtype), 6)
+
+
+def test_compiled_range_check_has_no_break_and_still_fires() -> None:
+    def double(ids: torch.Tensor) -> torch.Tensor:
+        check_ids(ids, 6)
+        return ids * 2
+
+    compiled = torch.compile(double, fullgraph=True)
+    assert compiled(torch.tensor([[1, -1]])).tolist() == [[2, -2]]
+    with pytest.raises(RuntimeError, match=r"-1\.\.5"):
+        compiled(torch.tensor([[1, 6]]))
+
+
+def _arguments(**changes: Any) -> dict[str, Any]:
+    given = {"hidden_states": torch.zeros(3, 8), "topk_ids": torch.zeros(3, 2).long(), "topk_weights": torch.zeros(3, 2)}
+    return given | {"hidden_size": 8, "top_k": 2, "dtype": torch.float32} | changes
+
+
+def test_matching_tokens_pass() -> None:
+    check_tokens(**_arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_states": torch.zeros(3, 7)}, r"hidden_states: expected shape \[T, 8\], got \[3, 7\]"),
+        ({"hidden_states": torch.zeros(3, 8).half()}, "hidden_states: expected torch.float32"),
+        ({"topk_ids": torch.zeros(4, 2).long()}, r"topk_ids: expected shape \[3, 2\]"),
+        ({"topk_ids": torch.tensor(1)}, "topk_ids: expected shape"),
+        ({"topk_weights": torch.zeros(3, 1)}, "topk_weights: expected shape"),
+        ({"topk_weights": torch.zeros(3, 2).long()}, "topk_weights: expected a floating dtype"),
+        ({"topk_ids": torch.zeros(3, 2, device="meta").long()}, "topk_ids: expected device cpu"),
+    ],
+)
+def test_each_fault_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_tokens(**_arguments(**changes))

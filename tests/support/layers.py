@@ -1,0 +1,90 @@
+"""Random layers with a float64 answer, and the jobs that ranks run with them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from reference_moe import moe
+
+from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights
+from moe_core.discovery import Found
+from moe_core.environment import probe_environment
+from moe_core.weights.expected import FLOAT
+
+TORCH_PLUGIN = "moe_core.backends.torch.plugin"
+
+
+def torch_manager() -> BackendManager:
+    """A manager with the built-in plugin alone, whatever else is installed."""
+    manager = BackendManager()
+    manager.load([Found(name="torch", load=lambda: importlib.import_module(TORCH_PLUGIN), value=TORCH_PLUGIN)])
+    return manager
+
+
+def random_tensors(request: LayerRequest, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Canonical weights of all experts; gate and up differ in size, so that a swap shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    experts, hidden, inner = request.num_experts, request.hidden_size, request.intermediate_size
+    w13 = draw(experts, request.activation.rows_per_channel * inner, hidden) / hidden**0.5
+    w13[:, :inner] *= 2.0
+    tensors = {"w13": w13, "w2": draw(experts, hidden, inner) / inner**0.5}
+    if request.bias:
+        tensors |= {"b13": draw(*w13.shape[:2]) / 4, "b2": draw(experts, hidden) / 4}
+    return {name: tensor.to(FLOAT[request.dtype]) for name, tensor in tensors.items()}
+
+
+def random_tokens(
+    request: LayerRequest, num_tokens: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, ids (some -1, some repeated) and weights that do not sum to one."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_states = torch.randn(num_tokens, request.hidden_size, generator=generator).to(FLOAT[request.dtype])
+    topk_ids = torch.randint(-1, request.num_experts, (num_tokens, request.top_k), generator=generator)
+    topk_weights = torch.rand(num_tokens, request.top_k, generator=generator) + 0.25
+    return hidden_states, topk_ids, topk_weights
+
+
+def exact(
+    request: LayerRequest, tensors: dict[str, torch.Tensor], tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """The float64 answer of a SwiGLU layer."""
+    hidden_states, topk_ids, topk_weights = tokens
+    biases = {name: tensors[name].double() for name in ("b13", "b2") if name in tensors}
+    return moe(
+        hidden_states.double(),
+        tensors["w13"].double(),
+        tensors["w2"].double(),
+        topk_ids,
+        topk_weights.double(),
+        weight_on_input=request.weight_on_input,
+        **biases,
+    )
+
+
+def build(request: LayerRequest, tensors: dict[str, torch.Tensor], group: ExpertGroup | None = None) -> MoELayer:
+    """A loaded layer on CPU with this rank's share of the experts."""
+    manager = torch_manager()
+    environment = probe_environment(manager.modules_required(), "cpu")
+    layer = MoELayer(request, environment=environment, manager=manager, group=group)
+    owned = list(layer.local_experts)
+    layer.load_weights(RawWeights(tensors={name: tensor[owned] for name, tensor in tensors.items()}))
+    return layer
+
+
+def layer_output(
+    group: ExpertGroup,
+    request: LayerRequest,
+    tensors: dict[str, torch.Tensor],
+    tokens: tuple[Any, ...],
+    phase: str | None = None,
+) -> torch.Tensor:
+    """A rank's job: build, load, run twice (buffers must not leak from one forward to the next)."""
+    layer = build(request, tensors, group)
+    layer(*tokens, phase=phase)
+    return layer(*tokens, phase=phase)
