@@ -1,8 +1,8 @@
 """Tiny random instances of every experts class that the installed transformers can dispatch.
 
 The classes are found by reading the modeling sources for `@use_experts_implementation`, so a newer transformers brings
-its newer classes. Instances start with the `eager` implementation. To switch, set `config._experts_implementation` of an
-experts module, or call `set_experts_implementation` of a model.
+its newer classes. Instances start with the `eager` implementation; to switch, set `config._experts_implementation` on
+an experts module, or call `set_experts_implementation` on a model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class DecoratedClass:
 
     @property
     def experts_class(self) -> type[torch.nn.Module]:
-        return getattr(importlib.import_module(self.module_name), self.name)
+        found: type[torch.nn.Module] = getattr(importlib.import_module(self.module_name), self.name)
+        return found
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:
@@ -48,7 +49,10 @@ class DecoratedClass:
         Annotations are no guide: some name the composite configuration that only contains the right one.
         """
         found = [c for c in _own_classes(self.module_name, PreTrainedConfig) if self.config_reads <= _readable(c)]
-        return min(found, key=lambda c: (-_common_prefix(c.__name__, self.name), len(c.__name__)))
+        best: type[PreTrainedConfig] = min(
+            found, key=lambda c: (-_common_prefix(c.__name__, self.name), len(c.__name__))
+        )
+        return best
 
     @property
     def model_classes(self) -> list[type[PreTrainedModel]]:
@@ -93,7 +97,7 @@ def decorated_classes() -> tuple[DecoratedClass, ...]:
     return tuple(entry for entries in found for entry in entries)
 
 
-def randomize_(experts: torch.nn.Module, generator: torch.Generator) -> None:
+def randomize_(experts: Any, generator: torch.Generator) -> None:
     """Fill the parameters in place: nothing is zero, no two rows are alike, clamped gates do clamp.
 
     The first projection's outputs get a deviation of 4 for unit inputs, so that limits of 7 and 10 are reached.
@@ -119,7 +123,7 @@ class Routed(NamedTuple):
 
 
 def routed_tokens(
-    experts: torch.nn.Module, num_tokens: int, seed: int, weights_dtype: torch.dtype = torch.float32, top_k: int = 2
+    experts: Any, num_tokens: int, seed: int, weights_dtype: torch.dtype = torch.float32, top_k: int = 2
 ) -> Routed:
     """Random tokens of the module's dtype and width, each sent to `top_k` of its experts."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +180,7 @@ def _config_reads(node: ast.ClassDef) -> frozenset[str]:
     return frozenset(item.attr for item in attributes if ast.unparse(item.value) == "config")
 
 
-def _own_classes(module_name: str, base: type) -> list[type]:
+def _own_classes(module_name: str, base: type) -> list[Any]:
     """Subclasses of `base` in the namespace of a modeling module, `base` itself and other models' classes left out."""
     package = module_name.rpartition(".")[0]
     members = vars(importlib.import_module(module_name)).values()

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# Given to every configuration that has the field. The sides of a matrix differ (64; 48 or 24, once or twice), so a mistaken
-# transposition is a shape error. As many key-value heads as query heads, which latent attention demands.
+# Given to every configuration that has the field. The sides of a matrix differ (64; 48 or 24, once or twice), so that a
+# mistaken transposition is a shape error. As many key-value heads as query heads, which latent attention demands.
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "unpadded_vocab_size": 128,

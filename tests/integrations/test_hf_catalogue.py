@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,12 @@ CLASSES = [pytest.param(entry, id=entry.name) for entry in decorated_classes()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
-def expert_float64(experts: torch.nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
+def expert_float64(experts: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """One expert on `[n, H]` rows, by the module's flags; only gate, activation and norm are the module's own code."""
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(experts, name)[expert].double()
-        out = rows @ (weight if experts.is_transposed else weight.T)
+        out: torch.Tensor = rows @ (weight if experts.is_transposed else weight.T)
         return out + getattr(experts, f"{name}_bias")[expert].double() if experts.has_bias else out
 
     if experts.has_gate:
@@ -36,11 +37,13 @@ def expert_float64(experts: torch.nn.Module, expert: int, rows: torch.Tensor) ->
     else:
         activated = experts.act_fn(linear(rows, "up_proj"))
     out = linear(activated.double(), "down_proj")
-    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    if getattr(experts, "has_post_expert_norm", False):
+        out = experts.post_expert_norm(out)
+    return out
 
 
 @torch.no_grad()
-def experts_float64(experts: torch.nn.Module, routed: Routed) -> torch.Tensor:
+def experts_float64(experts: Any, routed: Routed) -> torch.Tensor:
     out = torch.zeros_like(routed.hidden_states, dtype=torch.float64)
     for token, ids in enumerate(routed.top_k_index.tolist()):
         for slot, expert in enumerate(ids):
@@ -81,7 +84,7 @@ def test_eager_is_what_the_flags_say(entry: DecoratedClass, dtype: torch.dtype, 
 @pytest.mark.parametrize("entry", CLASSES)
 def test_gate_joins_the_columns_that_the_flag_says(entry: DecoratedClass) -> None:
     """Output j of the gate depends on two inputs: j and I + j, or 2j and 2j + 1 where gate and up alternate."""
-    experts = entry.build_experts(torch.float32, seed=3)
+    experts: Any = entry.build_experts(torch.float32, seed=3)
     if not experts.has_gate:
         assert not hasattr(experts, "gate_up_proj")
         return
@@ -89,7 +92,7 @@ def test_gate_joins_the_columns_that_the_flag_says(entry: DecoratedClass) -> Non
     width = experts.down_proj.shape[1 if experts.is_transposed else 2]
     # Small inputs, so that no clamp cuts a dependency; none is zero.
     gate_up = torch.rand(2 * width, generator=torch.Generator().manual_seed(4)) + 0.1
-    depends = torch.autograd.functional.jacobian(experts._apply_gate, gate_up) != 0
+    depends = torch.autograd.functional.jacobian(experts._apply_gate, gate_up) != 0  # type: ignore[no-untyped-call]
 
     columns = torch.arange(width)
     pairs = (columns, columns + width) if experts.is_concatenated else (2 * columns, 2 * columns + 1)
