@@ -1,0 +1,484 @@
+"""What the bridge refuses, what it keeps beside a module, and the arguments at the edge of the contract."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+from moe_core.backends.torch import plugin as torch_plugin
+from moe_core.environment import PRESETS
+from moe_core.errors import InputError, PluginConflictError, PluginError, ResolutionError, UnsupportedModelError
+from moe_core.integrations.transformers import NAME, PreparedExperts, prepare, register
+from moe_core.manager import BackendManager
+from tests.integrations.hf_catalogue import decorated_classes, routed_tokens
+
+ENTRIES = {entry.name: entry for entry in decorated_classes()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    register()
+
+
+def build(name: str = "Qwen3MoeExperts", dtype: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
+    experts = ENTRIES[name].build_experts(dtype, seed)
+    experts.config._experts_implementation = NAME
+    return experts
+
+
+@torch.no_grad()
+def eager(experts: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
+    return type(experts).forward.__wrapped__(experts, *arguments)
+
+
+def assert_serves(experts: nn.Module, seed: int = 2) -> None:
+    routed = routed_tokens(experts, 5, seed)
+    with torch.no_grad():
+        torch.testing.assert_close(experts(*routed), eager(experts, *routed))
+
+
+# Arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("off_rank", [8, 9, 1000, -1, -2], ids="id {}".format)
+@torch.no_grad()
+def test_ids_out_of_range_contribute_nothing(off_rank: int) -> None:
+    experts = build()
+    hidden_states, index, weights = routed_tokens(experts, 6, seed=3)
+    assert experts.num_experts == 8
+    marked = index.clone()
+    marked[0] = marked[1:4, 1] = off_rank
+    poisoned = weights.masked_fill(marked == off_rank, float("nan"))
+
+    found = experts(hidden_states, marked, poisoned)
+
+    expected = eager(experts, hidden_states, index, weights.masked_fill(marked == off_rank, 0.0))
+    torch.testing.assert_close(found, expected)
+    assert not found[0].any()
+    assert marked[0, 0] == off_rank  # the caller's tensor
+
+
+@torch.no_grad()
+def test_more_slots_than_experts_of_this_rank() -> None:
+    """An expert-parallel rank may hold fewer experts than a token has slots."""
+    experts = build("MixtralExperts")
+    hidden_states, _, _ = routed_tokens(experts, 3, seed=3)
+    index = torch.full((3, 11), experts.num_experts)
+    index[0, 4], index[1, 10], index[1, 2] = 1, 7, 3
+    weights = torch.rand(3, 11, generator=torch.Generator().manual_seed(4)) + 0.5
+
+    torch.testing.assert_close(experts(hidden_states, index, weights), eager(experts, hidden_states, index, weights))
+
+
+@torch.no_grad()
+def test_no_tokens() -> None:
+    experts = build()
+    assert experts(*routed_tokens(experts, 0, seed=3)).shape == (0, experts.hidden_dim)
+
+
+@pytest.mark.error_path
+def test_tokens_of_another_dtype_are_refused() -> None:
+    experts = build(dtype=torch.bfloat16)
+    hidden_states, index, weights = routed_tokens(experts, 2, seed=3)
+    with pytest.raises(InputError, match=r"expected torch\.bfloat16, got torch\.float32"):
+        experts(hidden_states.float(), index, weights)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("wanted", ["hidden_states", "weights of the experts"])
+def test_backward_is_refused(wanted: str) -> None:
+    experts = build()
+    hidden_states, index, weights = routed_tokens(experts, 2, seed=3)
+    out = experts(hidden_states.requires_grad_(wanted == "hidden_states"), index, weights)
+    with pytest.raises(InputError, match="inference only"):
+        out.sum().backward()
+
+
+# Parameters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
+def test_prepared_tensors_are_the_parameters(name: str) -> None:
+    experts = build(name)
+    prepared = prepare(experts)[""]
+    assert {t.data.data_ptr() for t in prepared.bound.weights.tensors.values()} == {
+        parameter.data_ptr() for parameter in experts.parameters()
+    }
+    assert not any(tensor.owned for tensor in prepared.bound.weights.tensors.values())
+
+
+def write_in_place(experts: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        experts.down_proj.mul_(-2.0)
+    return experts
+
+
+def write_through_data(experts: nn.Module) -> nn.Module:
+    experts.down_proj.data.mul_(-2.0)
+    return experts
+
+
+def load_in_place(experts: nn.Module) -> nn.Module:
+    experts.load_state_dict(build(seed=9).state_dict())
+    return experts
+
+
+def load_assigned(experts: nn.Module) -> nn.Module:
+    experts.load_state_dict(build(seed=9).state_dict(), assign=True)
+    return experts
+
+
+def assign_parameter(experts: nn.Module) -> nn.Module:
+    experts.down_proj = nn.Parameter(experts.down_proj.detach() * -2.0)
+    return experts
+
+
+def assign_data(experts: nn.Module) -> nn.Module:
+    experts.gate_up_proj.data = experts.gate_up_proj.data.flip(0).clone()
+    return experts
+
+
+def cast(experts: nn.Module) -> nn.Module:
+    return experts.to(torch.float16).to(torch.float32)
+
+
+CHANGES = [write_in_place, write_through_data, load_in_place, load_assigned, assign_parameter, assign_data, cast]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_parameters_are_seen(change: Callable[[nn.Module], nn.Module]) -> None:
+    experts = build()
+    assert_serves(experts)
+    assert_serves(change(experts))
+
+
+def test_dtype_follows_the_parameters() -> None:
+    experts = build()
+    assert prepare(experts)[""].plan.request.dtype == "fp32"
+    experts.to(torch.bfloat16)
+    routed = routed_tokens(experts, 5, seed=2)
+    with torch.no_grad():
+        found, expected = experts(*routed), eager(experts, *routed)
+    # eager rounds each of about six steps to bfloat16.
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).abs().max() <= 1.5e-2 * expected.abs().max()
+
+
+@pytest.fixture
+def copying_manager() -> BackendManager:
+    """The torch plugin, except that its prepared weights are copies of its own."""
+    module = types.ModuleType("copying")
+    vars(module).update({name: value for name, value in vars(torch_plugin).items() if not name.startswith("__")})
+
+    @torch_plugin.hookimpl
+    def process_weights_after_loading(plan: Any, weights: Any, out: Any) -> Any:
+        prepared = torch_plugin.process_weights_after_loading(plan, weights, out)
+        for tensor in prepared.tensors.values():
+            tensor.data, tensor.owned = tensor.data.clone(), True
+        return prepared
+
+    module.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
+    manager = BackendManager()
+    manager.register("torch", module)
+    return manager
+
+
+@pytest.mark.parametrize("change", [write_in_place, load_in_place, load_assigned, cast], ids=lambda c: c.__name__)
+def test_changed_parameters_are_copied_again(
+    change: Callable[[nn.Module], nn.Module], copying_manager: BackendManager
+) -> None:
+    experts = build()
+    prepare(experts, manager=copying_manager)
+    assert_serves(experts)
+    assert_serves(change(experts))
+
+
+# Beside the module ------------------------------------------------------------------------------------------
+
+
+def test_every_top_k_has_a_plan_over_the_same_weights() -> None:
+    experts = build()
+    first = prepare(experts)[""]
+    with torch.no_grad():
+        experts(*routed_tokens(experts, 3, seed=2, top_k=5))
+    assert first.plan.request.top_k == experts.config.num_experts_per_tok
+    assert_serves(experts)
+
+
+@pytest.mark.parametrize("name", ["MuseSparkExperts", "Inkling2Experts"], ids=["post norm", "own gate"])
+def test_what_is_kept_goes_with_the_module(name: str) -> None:
+    experts = build(name)
+    assert_serves(experts)
+    module, parameter = weakref.ref(experts), weakref.ref(experts.down_proj)
+    del experts
+    gc.collect()
+    assert module() is None
+    assert parameter() is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_stand_on_their_own(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    experts = build()
+    assert_serves(experts)
+    other = duplicate(experts)
+    write_in_place(other)
+    assert_serves(other)
+    assert_serves(experts)
+
+
+def test_model_saves_and_loads_as_ever(tmp_path: Path) -> None:
+    model = ENTRIES["MixtralExperts"].build_model(seed=1)
+    model.set_experts_implementation(NAME)
+    names = set(model.state_dict())
+    prepare(model)
+    model.save_pretrained(tmp_path)
+    assert set(model.state_dict()) == names
+
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation=NAME)
+    input_ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits, rtol=0, atol=0)
+
+
+def test_prepare_names_modules_and_takes_pins() -> None:
+    model = ENTRIES["MixtralExperts"].build_model(seed=1)
+    prepared = prepare(model, runner_backend="torch.masked", a2a_backend="none")
+    assert set(prepared) == set(ENTRIES["MixtralExperts"].experts_in(model)) != set()
+    for experts in prepared.values():
+        assert isinstance(experts, PreparedExperts)
+        assert experts.plan.routes[0].runner.spec.short_name == "torch.masked"
+        assert experts.decision.is_feasible
+        assert experts.bound.plan is experts.plan
+
+
+@pytest.mark.error_path
+def test_environment_must_be_that_of_the_parameters() -> None:
+    with pytest.raises(InputError, match=r"preset h100.*'cuda'.*'cpu'"):
+        prepare(build(), environment=PRESETS["h100"])
+    assert prepare(build(), environment=PRESETS["cpu"])[""].decision.environment is PRESETS["cpu"]
+
+
+@pytest.mark.error_path
+def test_no_backend_is_an_error_with_reasons() -> None:
+    with pytest.raises(ResolutionError, match="no backend combination fits"):
+        prepare(build(), manager=BackendManager())
+
+
+# Refused traits ---------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class TinyConfig:
+    _experts_implementation: str = attrs.field(default=NAME, alias="_experts_implementation")
+
+
+class PlainExperts(nn.Module):
+    """Four experts of H 8 and I 6 in the default layout; variants of it are refused."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.num_experts = 4
+        generator = torch.Generator().manual_seed(1)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8, generator=generator))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 6, generator=generator))
+        self.act_fn: Any = nn.SiLU()
+
+    def activated(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for token, slot in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])):
+            expert = ids[token, slot]
+            rows = self.activated(self.gate_up_proj[expert] @ hidden_states[token])
+            out[token] += weights[token, slot] * (self.down_proj[expert] @ rows)
+        return out
+
+
+class RouterDependentGate(PlainExperts):
+    def _apply_gate(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.activated(rows) * weights
+
+
+class ExtraArgument(PlainExperts):
+    def forward(self, hidden_states: Any, ids: Any, weights: Any, scale: Any = 1.0) -> torch.Tensor:
+        return super().forward(hidden_states, ids, weights) * scale
+
+
+class ExtraParameter(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.expert_scale = nn.Parameter(torch.ones(4))
+
+
+class ExtraBuffer(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("shift", torch.ones(8))
+
+
+class ExtraSubmodule(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.pre_norm = nn.LayerNorm(8)
+
+
+class OtherNames(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.w1 = self.gate_up_proj
+        del self.gate_up_proj
+
+
+class OtherShape(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.gate_up_proj = nn.Parameter(self.gate_up_proj.detach().mT.contiguous())
+
+
+class Float64(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.double()
+
+
+class WeightOnInput(PlainExperts):
+    """Nothing but its forward tells that the router weight comes first."""
+
+    def forward(self, hidden_states: Any, ids: Any, weights: Any) -> torch.Tensor:
+        slots = [super(WeightOnInput, self).forward(hidden_states * w, i, w / w) for i, w in _columns(ids, weights)]
+        return sum(slots[1:], slots[0])
+
+
+class UnusedGate(PlainExperts):
+    """Its forward does not do what its gate says."""
+
+    def activated(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().activated(rows.clamp(max=0.5))
+
+    def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        return PlainExperts.activated(self, rows)
+
+
+def _columns(ids: torch.Tensor, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((ids[:, k : k + 1], weights[:, k : k + 1]) for k in range(ids.shape[1]))
+
+
+REFUSED = {
+    RouterDependentGate: r"_apply_gate takes \(rows.*weights",
+    ExtraArgument: r"its forward takes \(.*scale",
+    ExtraParameter: r"unknown parameter expert_scale \[4\]",
+    ExtraBuffer: "unknown buffer shift",
+    ExtraSubmodule: r"unknown state pre_norm\.weight",
+    OtherNames: r"parameter gate_up_proj is missing\n.*unknown parameter w1",
+    OtherShape: r"w13: expected \[4, 12, 8\].*got \[4, 8, 12\]",
+    Float64: "parameter down_proj is torch.float64",
+    WeightOnInput: "computes something else than its flags say",
+    UnusedGate: "computes something else than its flags say",
+}
+
+
+def tiny_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden_states = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    return hidden_states, torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.tensor([[0.5, 0.2], [0.7, 0.3], [0.1, 1.5]])
+
+
+def decorate(experts_class: type[nn.Module], **flags: bool) -> nn.Module:
+    derived = type(experts_class.__name__, (experts_class,), {"forward": experts_class.forward})
+    return use_experts_implementation(derived, **flags)(TinyConfig())
+
+
+def test_plain_experts_are_served() -> None:
+    experts = decorate(PlainExperts)
+    with torch.no_grad():
+        torch.testing.assert_close(experts(*tiny_tokens()), eager(experts, *tiny_tokens()))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("experts_class", REFUSED, ids=lambda experts_class: experts_class.__name__)
+def test_unknown_traits_are_refused(experts_class: type[nn.Module]) -> None:
+    for use in (prepare, lambda experts: experts(*tiny_tokens())):
+        with pytest.raises(UnsupportedModelError, match=f"(?s){experts_class.__name__}.*{REFUSED[experts_class]}"):
+            use(decorate(experts_class))
+
+
+@pytest.mark.error_path
+def test_weights_that_are_not_loaded_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="meta device; load the weights first"):
+        prepare(build().to("meta"))
+
+
+@pytest.mark.error_path
+def test_model_without_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear has no experts module"):
+        prepare(nn.Linear(2, 2))
+
+
+# Registration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.error_path
+def test_register_twice_and_fp8_refusal() -> None:
+    register()
+    fp8 = ALL_FP8_EXPERTS_FUNCTIONS[NAME]
+    with pytest.raises(UnsupportedModelError, match=r"FP8Experts: FP8 or FP4 experts .* are not served"):
+        fp8(types.new_class("FP8Experts", (nn.Module,))(), None, None, None)
+
+
+@pytest.mark.error_path
+def test_fp8_model_is_refused_with_the_reason() -> None:
+    from transformers import FineGrainedFP8Config
+
+    model = ENTRIES["MixtralExperts"].build_model(seed=1)
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    model = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
+    with pytest.raises(UnsupportedModelError, match=r"FP8Experts(.|\n)*unquantized"):
+        prepare(model)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("registry", [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS], ids=lambda r: type(r).__name__)
+def test_a_taken_name_is_refused(registry: Any) -> None:
+    def theirs() -> None: ...
+
+    registry[NAME] = theirs
+    try:
+        with pytest.raises(PluginConflictError, match=rf"{type(registry).__name__}.*{NAME}.*theirs"):
+            register()
+    finally:
+        del registry[NAME]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(("version", "is_old"), [("5.6.2", True), ("4.57.1", True), ("5.7.0.dev0", False)])
+def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
+    # transformers replaces its own entry there, so that a name bound earlier may mean another object.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    if is_old:
+        with pytest.raises(PluginError, match=rf"version: needs transformers >= 5\.7, found transformers {version}"):
+            register()
+    else:
+        register()
+
+
+@pytest.mark.error_path
+def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PluginError, match=r"package: needs transformers >= 5\.7.*'moe-core\[transformers\]'"):
+        register()
