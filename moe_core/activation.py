@@ -11,7 +11,7 @@ import math
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.vocabulary import ANY, one_of
+from moe_core.vocabulary import ANY, instance_of, one_of
 
 #: Element-wise functions; `module` stands for a callable that the model brings with its weights.
 ACTIVATION_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "module")
@@ -34,17 +34,17 @@ class ActivationSpec:
     the weights (`RawWeights.activation`), for models whose gate is none of the known ones.
 
     Attributes:
-        kind: One of `ACTIVATION_KINDS`, or `any` in a pattern.
+        kind: One of `ACTIVATION_KINDS`.
         gated: Whether `w13` holds a gate and an up half.
         alpha: Factor inside the sigmoid of `silu` (gpt-oss: 1.702).
         limit: Clamp limit, None for none (gpt-oss: 7.0).
         beta: Added to the up half (gpt-oss: 1.0).
-        clamp: Whether `limit` acts before or after the element-wise function.
+        clamp: Whether `limit` acts `before` or `after` the element-wise function.
         row_order: `gate_up` (all gate rows, then all up rows) or `interleaved` (gate row 2i, up row 2i + 1).
     """
 
-    kind: str = attrs.field(default="silu", validator=one_of(*ACTIVATION_KINDS, ANY))
-    gated: bool = True
+    kind: str = attrs.field(default="silu", validator=one_of(*ACTIVATION_KINDS))
+    gated: bool = attrs.field(default=True, validator=instance_of(bool))
     alpha: float = attrs.field(default=1.0, converter=float)
     limit: float | None = attrs.field(default=None, converter=attrs.converters.optional(float))
     beta: float = attrs.field(default=0.0, converter=float)
@@ -55,8 +55,15 @@ class ActivationSpec:
         """Refuse parameters that this kind would ignore."""
         if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
             raise SpecError(f"ActivationSpec.limit: expected a finite number > 0 or None, got {self.limit}")
+        for name in ("alpha", "beta"):
+            if not math.isfinite(getattr(self, name)):
+                raise SpecError(f"ActivationSpec.{name}: expected a finite number, got {getattr(self, name)}")
         if self.alpha != 1.0 and self.kind != "silu":
             raise SpecError(f"ActivationSpec.alpha applies to kind 'silu' only, not to {self.kind!r}")
+        if self.clamp != "before" and self.limit is None:
+            raise SpecError(f"ActivationSpec.clamp: {self.clamp!r} needs a limit")
+        if self.kind == "module" and (self.limit is not None or self.beta != 0.0):
+            raise SpecError("ActivationSpec: kind 'module' computes everything itself; limit and beta do not apply")
         gate_only = {
             "limit": self.limit is not None,
             "beta": self.beta != 0.0,
@@ -112,10 +119,10 @@ class ActivationPattern:
                 return False
         elif self.kind != activation.kind:
             return False
-        plain = attrs.evolve(activation, alpha=1.0, limit=None, beta=0.0, clamp="before")
+        is_plain = activation.alpha == 1.0 and activation.limit is None and activation.beta == 0.0
         return (
             self.gated in (None, activation.gated)
-            and (self.parameters or plain == activation)
+            and (self.parameters or is_plain)
             and (self.interleaved or activation.row_order == "gate_up")
         )
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from moe_core.agreement import check_agreement
-from moe_core.errors import InputError, PluginError
+from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
 from moe_core.manager import BackendManager
 from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, Tensor
@@ -53,6 +53,7 @@ class BoundExperts:
         group = group or ExpertGroup()
         check_agreement(plan, group, next(iter(weights.tensors.values())).data.device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
+        self._has_one_route = len(self.routes) == 1
         request = plan.request
         self._sizes = (request.hidden_size, request.top_k, FLOAT[request.dtype])
 
@@ -94,12 +95,13 @@ class BoundExperts:
         phase: str | None,
         overlap: Callable[[], None] | None,
     ) -> Tensor:
-        bound = self.routes[0] if len(self.routes) == 1 else self._choose(hidden_states.shape[0], phase)
+        index = 0 if self._has_one_route and phase is None else self.plan.route_index(hidden_states.shape[0], phase)
+        bound = self.routes[index]
         limit = bound.route.max_tokens
         if limit is not None and hidden_states.shape[0] > limit:
             raise InputError(
-                f"{hidden_states.shape[0]} tokens on this rank, the {bound.route.phase} workload was declared with "
-                f"max_tokens {limit}; declare a larger workload or send the tokens in chunks"
+                f"{hidden_states.shape[0]} tokens on this rank, the route for phase {bound.route.phase!r} takes at "
+                f"most {limit} (max_tokens); declare a larger workload or send the tokens in chunks"
             )
         if bound.fused is not None:
             output = bound.fused(hidden_states, topk_ids, topk_weights)
@@ -110,9 +112,6 @@ class BoundExperts:
         if overlap is not None:
             overlap()
         return bound.combine(bound.experts(dispatched), handle)  # type: ignore[misc]
-
-    def _choose(self, num_tokens: int, phase: str | None) -> BoundRoute:
-        return self.routes[self.plan.route_index(num_tokens, phase)]
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -137,6 +136,8 @@ def _bind(
     module, _, name = route.dispatcher.spec.binder.partition(":")
     try:
         dispatch, combine = getattr(importlib.import_module(module), name)(plan, route, group)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except MoeCoreError:
+        raise
+    except Exception as error:
         raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
     return BoundRoute(route, dispatch, experts, combine, None)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class DtypeChoice:
 
     Attributes:
         token_dtype: The result.
-        rule: `pin`, `variable`, `input-global-scale`, `runner` or `hook:<plugin>`.
+        rule: `pin`, `variable` (the deprecated one), `input-global-scale`, `runner` or `hook:<plugin>`.
         requested: What was asked for where a documented adjustment replaced it, else None.
         notes: Preferences that were skipped, adjustments, an ignored variable.
     """
@@ -85,7 +85,7 @@ class DtypeChoice:
 
 @attrs.frozen(kw_only=True)
 class Ranked:
-    """A feasible candidate with its place's cause (`pin`, `prefer`, `measured ...`, `tier tuned`, `name`) and dtype."""
+    """A feasible candidate, what put it in its place (see `ranking`), and its dispatch dtype."""
 
     candidate: Candidate
     because: str
@@ -94,12 +94,22 @@ class Ranked:
 
 @attrs.frozen(kw_only=True)
 class WorkloadDecision:
-    """Everything about one workload; `ranked` is best first and empty if nothing fits."""
+    """Everything about one workload.
+
+    Attributes:
+        workload: Which.
+        specs: Every declared spec alone.
+        pairs: Pairs of those that passed.
+        ranked: What can run, best first; empty if nothing fits.
+        fallback: Which pins were dropped and why, "" if none was.
+        notes: What else narrowed the choice.
+    """
 
     workload: Workload
     specs: tuple[SpecReport, ...]
     pairs: tuple[PairReport, ...]
     ranked: tuple[Ranked, ...] = ()
+    fallback: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -113,6 +123,7 @@ class Decision:
         plugins: What discovery found, failed plugins included.
         workloads: One decision per workload.
         weight_layout: The layout shared by the first-ranked candidates of all workloads, None if not feasible.
+        reasons: Why workloads that have candidates each do not go together.
         error: Why no plan can be made, "" if one can.
     """
 
@@ -121,6 +132,7 @@ class Decision:
     plugins: tuple[PluginReport, ...] = ()
     workloads: tuple[WorkloadDecision, ...] = ()
     weight_layout: str | None = None
+    reasons: tuple[Reason, ...] = ()
     error: str = ""
 
     @property
@@ -147,6 +159,7 @@ class Decision:
             "feasible": self.is_feasible,
             "error": self.error,
             "weight_layout": self.weight_layout,
+            "reasons": [attrs.asdict(reason) for reason in self.reasons],
             "request": attrs.asdict(self.request),
             "environment": self.environment.to_json(),
             "plugins": [attrs.asdict(plugin) for plugin in self.plugins],
@@ -184,6 +197,7 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
             }
             for ranked in decision.ranked
         ],
+        "fallback": decision.fallback,
         "notes": list(decision.notes),
     }
 
@@ -213,6 +227,8 @@ def _workload_lines(decision: WorkloadDecision) -> Iterator[str]:
         chosen = f"{dtype.token_dtype} by {dtype.rule}{adjusted}"
         yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {chosen}"
         yield from (f"     note: {note}" for note in dtype.notes)
+    if decision.fallback:
+        yield f"  note: {decision.fallback}"
     yield from (f"  note: {note}" for note in decision.notes)
 
 

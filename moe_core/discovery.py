@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 
 import attrs
 
-from moe_core.errors import UnknownNameError
+from moe_core.errors import PluginError, UnknownNameError
 from moe_core.hookspecs import ENTRY_POINT_GROUP
 
 
@@ -52,7 +54,7 @@ class Failed:
 
     Attributes:
         found: Which plugin.
-        stage: `load`, `register`, `declare` or `conflict`.
+        stage: `load`, `register` (hooks and declaration) or `conflict`.
         error: The exception, kept so that asking for the plugin raises it as the cause.
         traceback: Its formatted traceback.
     """
@@ -72,17 +74,34 @@ class Failed:
         return f"{type(self.error).__name__}: {self.error}"
 
 
-def find(allowed: Iterable[str] | None = None) -> tuple[Found, ...]:
+_LOADING: ContextVar[str] = ContextVar("loading", default="")
+
+
+@contextlib.contextmanager
+def being_loaded(found: Found) -> Iterator[None]:
+    """Inside, `find` refuses: a plugin that asks for all plugins while it is loaded would load itself again."""
+    token = _LOADING.set(str(found))
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+def find(allowed: Iterable[str] | None = None, asked_by: str = "the list of plugins") -> tuple[Found, ...]:
     """Every entry point of the group, sorted by name; nothing is imported.
 
     One distribution seen twice (two metadata folders on the path) counts once.
 
     Args:
         allowed: Names to keep; None for all, empty for none.
+        asked_by: Where `allowed` comes from, for the message.
 
     Raises:
         UnknownNameError: `allowed` names a plugin that is not installed.
+        PluginError: A plugin asks for the plugins while it is being loaded.
     """
+    if _LOADING.get():
+        raise PluginError(f"plugin {_LOADING.get()} asks for all plugins while it is being loaded; do that later")
     unique: dict[tuple[str, str, str], Found] = {}
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         found = _found(entry_point)
@@ -92,7 +111,8 @@ def find(allowed: Iterable[str] | None = None) -> tuple[Found, ...]:
         return tuple(everything)
     wanted = set(allowed)
     for name in sorted(wanted - {found.name for found in everything}):
-        raise UnknownNameError("plugin", name, (found.name for found in everything))
+        known = (found.name for found in everything)
+        raise UnknownNameError("plugin", name, known, hint=f"It is named by {asked_by}.")
     return tuple(found for found in everything if found.name in wanted)
 
 
@@ -102,8 +122,8 @@ def _found(entry_point: importlib.metadata.EntryPoint) -> Found:
         name=entry_point.name,
         load=entry_point.load,
         value=entry_point.value,
-        distribution=distribution.name if distribution else "",
-        version=distribution.version if distribution else "",
+        distribution=(distribution.name or "") if distribution else "",
+        version=(distribution.version or "") if distribution else "",
         location=str(getattr(distribution, "_path", "")) if distribution else "",
     )
 

@@ -46,13 +46,16 @@ def choose(
         return _nothing_in_common(request, dispatcher, runner)
     if pin is not None:
         return _pinned(request, device_type, options, pin)
-    return _preferred(request, options, runner)
+    return _preferred(request, options, dispatcher, runner)
 
 
 def _nothing_in_common(request: LayerRequest, dispatcher: DispatcherSpec | None, runner: RunnerSpec) -> Reason:
     readable = _listed(candidates(request, None, runner)) or f"{_listed(runner.reads)} (layer dtype {request.dtype})"
-    sendable = _listed(dispatcher.sends) if dispatcher else "a fused call"
-    return Reason("dispatch-dtype", f"the runner to read one of {sendable}", f"it reads {readable}")
+    sendable = _listed(dispatcher.sends) if dispatcher else f"a fused call in {request.dtype}"
+    sent = {token.dtype for token in dispatcher.sends} if dispatcher else set()
+    same = sorted(sent & {token.dtype for token in runner.reads} - set(FLOAT_DTYPES))
+    hint = f"{' and '.join(same)}: the scale layouts differ" if same else ""
+    return Reason("dispatch-dtype", f"the runner to read one of {sendable}", f"it reads {readable}", hint)
 
 
 def _pinned(request: LayerRequest, device_type: str, options: tuple[TokenDtype, ...], pin: str) -> DtypeChoice | Reason:
@@ -65,21 +68,19 @@ def _pinned(request: LayerRequest, device_type: str, options: tuple[TokenDtype, 
     adjusted = ADJUSTMENTS.get((device_type, pin))
     other = _first(options, adjusted) if adjusted else None
     if other is None:
-        return Reason(
-            "dispatch-dtype", f"pinned {pin}", f"only {_listed(options)} can be sent and read", "change the pin"
-        )
+        hint = f"pin {' or '.join(dict.fromkeys(token.dtype for token in options))}, or none"
+        return Reason("dispatch-dtype", f"pinned {pin}", f"only {_listed(options)} can be sent and read", hint)
     if request.strict:
-        return Reason(
-            "dispatch-dtype", f"pinned {pin}", f"{device_type} uses {other} instead", "pin that, or leave strict off"
-        )
+        hint = f"pin {other.dtype}, or leave strict off"
+        return Reason("dispatch-dtype", f"pinned {pin}", f"{device_type} uses {other} instead", hint)
     note = f"pinned {pin} is {other.dtype} on {device_type}"
     return DtypeChoice(token_dtype=other, rule="pin", requested=pin, notes=(*ignored, note))
 
 
-def _preferred(request: LayerRequest, options: tuple[TokenDtype, ...], runner: RunnerSpec) -> DtypeChoice:
-    wishes = []
-    if request.bf16_dispatch_variable:
-        wishes.append(("variable", "bf16"))
+def _preferred(
+    request: LayerRequest, options: tuple[TokenDtype, ...], dispatcher: DispatcherSpec | None, runner: RunnerSpec
+) -> DtypeChoice:
+    wishes = [("variable", "bf16")] if request.bf16_dispatch_variable else []
     if request.quant.w13.has_input_global_scale:
         wishes.append(("input-global-scale", "nvfp4"))
     wishes += [("runner", token.dtype) for token in runner.reads if token.dtype not in FLOAT_DTYPES or token in options]
@@ -88,8 +89,18 @@ def _preferred(request: LayerRequest, options: tuple[TokenDtype, ...], runner: R
         wanted = _first(options, dtype)
         if wanted is not None:
             return DtypeChoice(token_dtype=wanted, rule=rule, notes=tuple(skipped))
-        skipped[f"{dtype} (preferred by {rule}) cannot be sent and read here"] = None
+        skipped[f"{dtype} (preferred by {rule}) is not possible: {_why_not(dtype, dispatcher, runner)}"] = None
     return DtypeChoice(token_dtype=options[0], rule="runner", notes=tuple(skipped))
+
+
+def _why_not(dtype: str, dispatcher: DispatcherSpec | None, runner: RunnerSpec) -> str:
+    read = tuple(token for token in runner.reads if token.dtype == dtype)
+    sent = tuple(token for token in dispatcher.sends if token.dtype == dtype) if dispatcher else read
+    if not read:
+        return f"the runner reads only {_listed(runner.reads)}"
+    if dispatcher is not None and not sent:
+        return f"the dispatcher sends only {_listed(dispatcher.sends)}"
+    return f"sent as {_listed(sent)}, read as {_listed(read)}" if sent != read else "the layer has another dtype"
 
 
 def _first(options: tuple[TokenDtype, ...], dtype: str) -> TokenDtype | None:

@@ -10,6 +10,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,19 @@ from typing import Any
 import attrs
 
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, one_of
+from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, is_arch, one_of, tuple_of
 
 
-def _package_pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    return as_sorted_tuple(value.items() if isinstance(value, Mapping) else value)
+def _package_pairs(value: Any) -> Any:
+    return as_sorted_tuple(list(value.items()) if isinstance(value, Mapping) else value)
+
+
+def _are_packages(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    for pair in value:
+        if not (len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise SpecError(f"Environment, field 'packages': expected (import name, version) texts, got {pair!r}")
+    if len(dict(value)) < len(value):
+        raise SpecError(f"Environment, field 'packages': an import name occurs twice in {value}")
 
 
 @attrs.frozen(kw_only=True)
@@ -38,10 +48,12 @@ class Environment:
     """
 
     device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
-    arch: str = ""
+    arch: str = attrs.field(default="", validator=is_arch)
     device_name: str = ""
     driver: str = ""
-    packages: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_package_pairs)
+    packages: tuple[tuple[str, str], ...] = attrs.field(
+        default=(), converter=_package_pairs, validator=[tuple_of(tuple), _are_packages]
+    )
     source: str = attrs.field(default="by hand", eq=False)
 
     def version(self, module: str) -> str | None:
@@ -60,7 +72,10 @@ class Environment:
         if unknown or "device_type" not in data:
             problem = f"unknown fields {unknown}" if unknown else "field 'device_type' is missing"
             raise SpecError(f"environment {source}: {problem}; known fields: {', '.join(sorted(known))}")
-        return cls(**{**data, "source": source})
+        try:
+            return cls(**{**data, "source": source})
+        except SpecError as error:
+            raise SpecError(f"environment {source}: {error}") from error
 
 
 _CUDA_PACKAGES = {
@@ -109,9 +124,15 @@ def load_environment(name: str) -> Environment:
     return Environment.from_json(data, source=name)
 
 
-@functools.cache
-def _distributions_by_module() -> Mapping[str, list[str]]:
+@functools.lru_cache(maxsize=1)
+def _distributions_by_module(installed: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
+
+
+def _installation_state() -> tuple[tuple[str, int], ...]:
+    """Changes when something is installed, so that no list outlives an installation."""
+    folders = [folder for folder in sys.path if os.path.isdir(folder)]
+    return tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
 
 
 def installed_version(module: str) -> str | None:
@@ -120,13 +141,16 @@ def installed_version(module: str) -> str | None:
     The module is looked for, never imported: an import may fail, print, or initialise a device.
     """
     try:
-        if importlib.util.find_spec(module) is None:
-            return None
-    except (ImportError, ValueError):
+        spec = importlib.util.find_spec(module)
+    except ValueError:
+        # Imported already, by something that gave it no spec.
+        return "" if module in sys.modules else None
+    if spec is None:
         return None
-    for distribution in _distributions_by_module().get(module, ()):
+    for distribution in sorted(_distributions_by_module(_installation_state()).get(module, ())):
         return importlib.metadata.version(distribution)
-    return ""
+    # A mere folder of that name on the path counts as a namespace package for Python, but not for us.
+    return None if spec.origin is None else ""
 
 
 def installed_packages(modules: Iterable[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_core.decision import Decision
@@ -32,6 +32,11 @@ class UnknownNameError(MoeCoreError, ValueError):
         did_you_mean = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(self.known) or "none"
         super().__init__(f"unknown {kind} {name!r}{did_you_mean}. Known: {listed}.{' ' + hint if hint else ''}")
+        self._hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Worker processes hand errors to their parent by pickling."""
+        return type(self), (self.kind, self.name, self.known, self._hint)
 
 
 class PluginError(MoeCoreError, RuntimeError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from packaging.version import InvalidVersion, Version
 
 from moe_core.decision import Reason
 from moe_core.environment import Environment
-from moe_core.request import LayerRequest, Workload
+from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.specs import (
     Candidate,
     DeclaredDispatcher,
@@ -17,6 +18,7 @@ from moe_core.specs import (
     Requirement,
     RunnerSpec,
     answers_to,
+    belongs_to,
 )
 from moe_core.vocabulary import ANY
 
@@ -32,16 +34,27 @@ def spec_reasons(
     spec = declared.spec
     reasons = [
         *_excluded(declared, request),
-        *_requirement_reasons((*requirements, *spec.requirements), environment),
-        *_device_reasons(spec, environment),
+        *machine_reasons(spec, requirements, environment),
         *_workload_reasons(spec, request, workload),
         *_limit_reasons(spec, request, workload),
     ]
     if isinstance(spec, RunnerSpec):
         reasons += _runner_reasons(spec, request)
+    else:
+        reasons += _dispatcher_reasons(spec, request)
     if isinstance(spec, DispatcherSpec) or spec.format == "fused":
         reasons += _token_reasons(spec, request)
     return tuple(reasons)
+
+
+def machine_reasons(
+    spec: DispatcherSpec | RunnerSpec, requirements: tuple[Requirement, ...], environment: Environment
+) -> tuple[Reason, ...]:
+    """The reasons against one spec that hold for every layer: packages, versions, device type and generation."""
+    return (
+        *_requirement_reasons((*requirements, *spec.requirements), environment),
+        *_device_reasons(spec, environment),
+    )
 
 
 def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
@@ -60,14 +73,28 @@ def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, .
     return tuple(reasons)
 
 
+def pin_reasons(candidate: Candidate, pins: Pins) -> tuple[Reason, ...]:
+    """Why a pair is not the one that was pinned; the dispatch dtype's pin has its own rules."""
+    reasons = []
+    dispatcher = candidate.dispatcher
+    is_a2a = pins.a2a is None or pins.a2a == candidate.a2a_backend
+    if not is_a2a and not (dispatcher is not None and answers_to(str(pins.a2a), dispatcher)):
+        reasons.append(Reason("pin", f"a2a backend {pins.a2a}", candidate.a2a_backend))
+    if pins.runner is not None and not answers_to(pins.runner, candidate.runner):
+        reasons.append(Reason("pin", f"runner backend {pins.runner}", candidate.runner.spec.name))
+    return tuple(reasons)
+
+
 def _excluded(declared: DeclaredDispatcher | DeclaredRunner, request: LayerRequest) -> Iterator[Reason]:
     for name in request.exclude:
-        if name == declared.plugin or answers_to(name, declared):
+        if belongs_to(name, declared):
             yield Reason("excluded", "not to be excluded", f"exclude={name!r}", "take it out of exclude")
 
 
 def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Environment) -> Iterator[Reason]:
-    for requirement in dict.fromkeys(requirements):
+    for index, requirement in enumerate(requirements):
+        if requirement in requirements[:index]:
+            continue
         found = environment.version(requirement.module)
         if found is None:
             wanted = f"{requirement.module}{' >= ' + requirement.minimum if requirement.minimum else ''}"
@@ -79,6 +106,7 @@ def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Env
             )
 
 
+@functools.lru_cache(maxsize=256)
 def _is_at_least(found: str, minimum: str) -> bool:
     try:
         return Version(found) >= Version(minimum)
@@ -94,7 +122,7 @@ def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment)
 
 
 def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
-    if workload.phase not in spec.phases:
+    if ANY not in spec.phases and workload.phase not in spec.phases:
         yield Reason("phase", " or ".join(spec.phases), workload.phase)
     if workload.graph_capture and not spec.graph_safe:
         yield Reason("graph", "a graph-safe backend", "one that synchronises with the host or has shapes from data")
@@ -108,6 +136,13 @@ def _limit_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, wor
         size = sizes[limit.field]
         if size is not None and not limit.allows(size):
             yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint)
+
+
+def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator[Reason]:
+    if request.dtype not in spec.dtypes:
+        yield Reason("dtype", f"layer dtype {' or '.join(spec.dtypes)}", request.dtype)
+    if request.weight_on_input and spec.format != "standard" and not spec.weight_on_input:
+        yield Reason("weighting", "router weights on the output", "router weights on the input")
 
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:

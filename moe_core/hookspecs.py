@@ -5,7 +5,8 @@ implements what it declared with functions marked `@hookimpl`. Three rules hold 
 
 * the core asks one plugin at a time and names it in every error, so nothing depends on registration order;
 * arguments are matched by name; an implementation may leave out those it does not need and gives no defaults;
-* importing the plugin module needs neither torch nor the kernel library: import them inside the functions.
+* importing the plugin module needs neither torch nor the kernel library: import them inside the functions, names for
+  annotations under `TYPE_CHECKING`, and begin with `from __future__ import annotations`, so that none is evaluated.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def select_output_dtype(
     """Choose the dtype in which tokens reach the runner.
 
     Called once per route, after `select_dispatcher`, in the same order of plugins, unless the user pinned a
-    dispatch dtype. Stops at the first answer that is not None.
+    dispatch dtype (or the deprecated variable asked for bf16). Stops at the first answer that is not None.
 
     Args:
         request: The layer, with the one workload in question.

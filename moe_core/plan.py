@@ -11,7 +11,7 @@ import attrs
 from moe_core.errors import InputError
 from moe_core.request import LayerRequest
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
-from moe_core.vocabulary import as_tuple
+from moe_core.vocabulary import ANY, as_tuple, tuple_of
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +72,7 @@ class MoEPlan:
     """
 
     request: LayerRequest
-    routes: tuple[Route, ...] = attrs.field(converter=as_tuple)
+    routes: tuple[Route, ...] = attrs.field(converter=as_tuple, validator=tuple_of(Route))
     weight_layout: str
     output_is_complete: bool
     notes: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class MoEPlan:
             InputError: The phase has no route, a multi-rank plan of several routes was not told the phase, or
                 there are more tokens than any route takes.
         """
-        if phase is not None and len(self.routes) > 1:
+        if phase is not None and (len(self.routes) > 1 or self.routes[0].phase != ANY):
             return self._index_of_phase(phase)
         if len(self.routes) == 1:
             return 0

@@ -28,8 +28,22 @@ def _is_block(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
     if value is None or value == ANY:
         return
     sizes = value if isinstance(value, tuple) else ()
-    if len(sizes) != 2 or not all(isinstance(size, int) and (size > 0 or size == WHOLE) for size in sizes):
+    if len(sizes) != 2 or not all(_is_size(size) for size in sizes):
         raise SpecError(f"QuantScheme.{attribute.name}: expected (rows, columns) of ints > 0 or {WHOLE}, got {value!r}")
+
+
+def _is_group(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value != ANY and value != 0 and not _is_size(value):
+        raise SpecError(f"QuantScheme.{attribute.name}: expected an int > 0, 0, {WHOLE} or {ANY!r}, got {value!r}")
+
+
+def _is_flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value != ANY and not isinstance(value, bool):
+        raise SpecError(f"QuantScheme.{attribute.name}: expected True, False or {ANY!r}, got {value!r}")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (value > 0 or value == WHOLE)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,10 +65,10 @@ class QuantScheme:
     weight_dtype: str = attrs.field(validator=one_of(*WEIGHT_DTYPES, ANY))
     weight_block: tuple[int, int] | str | None = attrs.field(default=None, validator=_is_block)
     weight_scale: str = attrs.field(default="none", validator=one_of(*SCALE_DTYPES, ANY))
-    global_scale: bool | str = False
+    global_scale: bool | str = attrs.field(default=False, validator=_is_flag)
     activation_dtype: str = attrs.field(default="same", validator=one_of(*ACTIVATION_DTYPES, ANY))
     activation_scaling: str = attrs.field(default="none", validator=one_of(*ACTIVATION_SCALING, ANY))
-    activation_group: int | str = WHOLE
+    activation_group: int | str = attrs.field(default=WHOLE, validator=_is_group)
     activation_scale: str = attrs.field(default="none", validator=one_of(*SCALE_DTYPES, ANY))
 
     def __attrs_post_init__(self) -> None:
@@ -84,8 +98,15 @@ class QuantScheme:
 
     def matches(self, pattern: QuantScheme) -> bool:
         """Whether every field equals the pattern's or the pattern says `any` there."""
-        fields = (field.name for field in attrs.fields(QuantScheme))
-        return all(getattr(pattern, name) in (ANY, getattr(self, name)) for name in fields)
+        if self == pattern:
+            return True
+        values = ((getattr(pattern, field.name), getattr(self, field.name)) for field in attrs.fields(QuantScheme))
+        return all(wanted in (ANY, found) for wanted, found in values)
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether some field says `any`: a pattern describes no stored weights."""
+        return any(getattr(self, field.name) == ANY for field in attrs.fields(QuantScheme))
 
     @property
     def label(self) -> str:

@@ -1,20 +1,37 @@
 """The order among feasible candidates, and what put each one in its place.
 
-Prefer, then measurements, then the declared tier, then the name. Registration and import order never count.
+Prefer, then measurements, then the declared tier, then (on one rank) tokens as they came before permuted ones, then
+the name. Registration and import order never count.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from moe_core.decision import DtypeChoice, Ranked
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate, answers_to
+from moe_core.specs import Candidate, belongs_to
 from moe_core.vocabulary import TIERS
+
+_MEASURED = "measured"
+
+
+class _Place(NamedTuple):
+    """What a candidate is sorted by, in this order."""
+
+    preference: tuple[int, ...]
+    microseconds: float
+    tier: int
+    permutes: bool
+    name: str
 
 
 def rank(
-    feasible: dict[Candidate, DtypeChoice],
+    feasible: Sequence[tuple[Candidate, DtypeChoice]],
     request: LayerRequest,
     workload: Workload,
     environment: Environment,
@@ -25,56 +42,51 @@ def rank(
     Measurements rank only if the candidate that the tiers would choose was measured too: a slow kernel that
     happens to have been timed must not win over a faster one that was not.
     """
-    by_tier = sorted(feasible, key=lambda c: (_preference(c, request), _tier(c), c.full_name))
-    times = {c: measurements.lookup(request, environment, c, workload.max_tokens) for c in by_tier}
-    use_times = bool(by_tier) and times[by_tier[0]] is not None
-
-    def key(candidate: Candidate) -> tuple[int, float, int, str]:
-        found = times[candidate] if use_times else None
-        time = found[0] if found else float("inf")
-        return _preference(candidate, request), time, _tier(candidate), candidate.full_name
-
-    ordered = sorted(by_tier, key=key)
-    keys = [key(candidate) for candidate in ordered]
+    by_tier = sorted(((_place(c, request), c, dtype) for c, dtype in feasible), key=lambda entry: entry[0])
+    found = [measurements.lookup(request, environment, c, workload.max_tokens) for _, c, _ in by_tier]
+    if not by_tier or found[0] is None:
+        found = [None] * len(by_tier)
+    timed = [
+        (place._replace(microseconds=time[0]) if time else place, candidate, dtype, time[1] if time else "")
+        for (place, candidate, dtype), time in zip(by_tier, found, strict=True)
+    ]
+    ordered = sorted(timed, key=lambda entry: entry[0])
+    places = [place for place, *_ in ordered]
     return tuple(
-        Ranked(candidate=candidate, because=_because(candidate, index, keys, times, request), dtype=feasible[candidate])
-        for index, candidate in enumerate(ordered)
+        Ranked(candidate=candidate, because=_because(index, places, provenance), dtype=dtype)
+        for index, (_, candidate, dtype, provenance) in enumerate(ordered)
     )
 
 
-def _preference(candidate: Candidate, request: LayerRequest) -> int:
-    for place, name in enumerate(request.prefer):
-        if _is_named(candidate, name):
-            return place
-    return len(request.prefer)
+def is_users_order(ranked: Sequence[Ranked]) -> bool:
+    """Whether prefer or a measurement made any difference, so that only a policy plugin may choose otherwise."""
+    return any(entry.because == "prefer" or entry.because.startswith(_MEASURED) for entry in ranked)
 
 
-def _is_named(candidate: Candidate, name: str) -> bool:
+def _place(candidate: Candidate, request: LayerRequest) -> _Place:
+    tier = -TIERS.index(candidate.runner.spec.tier)
+    # One rank has no tokens to move: what neither permutes nor pads them does less.
+    permutes = request.ep_size == 1 and candidate.runner.spec.format in ("contiguous", "masked")
+    return _Place(_preference(candidate, request), math.inf, tier, permutes, candidate.full_name)
+
+
+def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
+    """Per preferred name 0 if it means a part of this candidate, else 1: earlier names weigh more, later ones too."""
     parts = [part for part in (candidate.dispatcher, candidate.runner) if part is not None]
-    return any(name == part.plugin or answers_to(name, part) for part in parts)
+    return tuple(int(not any(belongs_to(name, part) for part in parts)) for name in request.prefer)
 
 
-def _tier(candidate: Candidate) -> int:
-    return -TIERS.index(candidate.runner.spec.tier)
-
-
-def _because(
-    candidate: Candidate,
-    index: int,
-    keys: list[tuple[int, float, int, str]],
-    times: dict[Candidate, tuple[float, str] | None],
-    request: LayerRequest,
-) -> str:
-    if len(keys) == 1:
+def _because(index: int, places: list[_Place], provenance: str) -> str:
+    if len(places) == 1:
         return "only candidate"
     # The last candidate is described by what sets it apart from the one before.
-    neighbour = keys[index + 1] if index + 1 < len(keys) else keys[index - 1]
-    preference, time, tier, _ = keys[index]
-    if preference != neighbour[0]:
-        return "prefer" if preference < len(request.prefer) else "not preferred"
-    measured = times[candidate]
-    if time != neighbour[1] and measured and time != float("inf"):
-        return measured[1]
-    if tier != neighbour[2] or time != neighbour[1]:
-        return f"tier {candidate.runner.spec.tier}"
+    place, neighbour = places[index], places[index + 1] if index + 1 < len(places) else places[index - 1]
+    if place.preference != neighbour.preference:
+        return "prefer" if 0 in place.preference else "not preferred"
+    if place.microseconds != neighbour.microseconds:
+        return provenance or "not measured"
+    if place.tier != neighbour.tier:
+        return f"tier {TIERS[-place.tier]}"
+    if place.permutes != neighbour.permutes:
+        return "permutes tokens on one rank" if place.permutes else "no permutation on one rank"
     return "tie broken by name"

@@ -19,7 +19,14 @@ from moe_core.vocabulary import (
     at_least,
     instance_of,
     one_of,
+    require_word,
+    tuple_of,
 )
+
+
+def _is_pin(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise SpecError(f"{type(instance).__name__}, field {attribute.name!r}: expected a name or None, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -35,8 +42,26 @@ class Workload:
 
     phase: str = attrs.field(default=ANY, validator=one_of(*PHASES))
     max_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
-    graph_capture: bool = False
-    a2a_backend: str | None = None
+    graph_capture: bool = attrs.field(default=False, validator=instance_of(bool))
+    a2a_backend: str | None = attrs.field(default=None, validator=_is_pin)
+
+
+@attrs.frozen
+class Pins:
+    """What the user fixed for one workload; None where nothing."""
+
+    a2a: str | None = None
+    runner: str | None = None
+    dispatch_dtype: str | None = None
+
+    def dropped(self, *fields: str) -> Pins:
+        """The same without these fields."""
+        return attrs.evolve(self, **dict.fromkeys(fields))
+
+    def __str__(self) -> str:
+        """`a2a deepep, runner deep_gemm, dispatch dtype fp8`, or `no pins`."""
+        pins = {"a2a": self.a2a, "runner": self.runner, "dispatch dtype": self.dispatch_dtype}
+        return ", ".join(f"{kind} {name}" for kind, name in pins.items() if name) or "no pins"
 
 
 PLACEMENTS = ("contiguous", "round_robin")
@@ -64,14 +89,15 @@ class ExpertPlacement:
 
 
 def _default_quant(request: LayerRequest) -> LayerQuant:
+    require_word(request.dtype, FLOAT_DTYPES, "LayerRequest, field 'dtype'")
     return LayerQuant.of(QuantScheme.from_name(request.dtype))
 
 
-def _layer_quant(value: Any) -> LayerQuant:
-    return LayerQuant.of(value)
+def _layer_quant(value: Any) -> Any:
+    return LayerQuant.of(value) if isinstance(value, QuantScheme) else value
 
 
-def _workloads(value: Any) -> tuple[Any, ...]:
+def _workloads(value: Any) -> Any:
     return (value,) if isinstance(value, Workload) else as_tuple(value)
 
 
@@ -102,7 +128,8 @@ class LayerRequest:
         dispatch_dtype: Pin of the dispatch dtype, one of `TOKEN_DTYPES`.
         prefer: Names to rank first, in this order, among what is feasible.
         exclude: Names never to use (plugin, bare or full names).
-        allow_fallback: Whether a pin that cannot run may be replaced; recorded in the decision.
+        allow_fallback: Whether a pin that cannot run may be dropped, as few of them as will do; recorded in the
+            decision and warned about.
         strict: Whether documented adjustments of the dispatch dtype are errors.
         bf16_dispatch_variable: Whether the deprecated environment variable asked for bf16; see `deprecated`.
     """
@@ -118,25 +145,25 @@ class LayerRequest:
         converter=_layer_quant,
         validator=instance_of(LayerQuant),
     )
-    bias: bool = False
-    weight_on_input: bool = False
-    post_norm: bool = False
+    bias: bool = attrs.field(default=False, validator=instance_of(bool))
+    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
+    post_norm: bool = attrs.field(default=False, validator=instance_of(bool))
     ep_size: int = attrs.field(default=1, validator=at_least(1))
     tp_size: int = attrs.field(default=1, validator=at_least(1))
     placement: ExpertPlacement = attrs.field(default=ExpertPlacement(), validator=instance_of(ExpertPlacement))
     token_placement: str = attrs.field(default="distributed", validator=one_of(*TOKEN_PLACEMENTS))
     workloads: tuple[Workload, ...] = attrs.field(
-        default=(Workload(),), converter=_workloads, validator=instance_of(Workload)
+        default=(Workload(),), converter=_workloads, validator=tuple_of(Workload)
     )
-    deterministic: bool = False
-    a2a_backend: str | None = None
-    runner_backend: str | None = None
+    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
+    a2a_backend: str | None = attrs.field(default=None, validator=_is_pin)
+    runner_backend: str | None = attrs.field(default=None, validator=_is_pin)
     dispatch_dtype: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of(*TOKEN_DTYPES)))
-    prefer: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(str))
-    exclude: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(str))
-    allow_fallback: bool = False
-    strict: bool = False
-    bf16_dispatch_variable: bool = False
+    prefer: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(str))
+    exclude: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(str))
+    allow_fallback: bool = attrs.field(default=False, validator=instance_of(bool))
+    strict: bool = attrs.field(default=False, validator=instance_of(bool))
+    bf16_dispatch_variable: bool = attrs.field(default=False, validator=instance_of(bool))
 
     def __attrs_post_init__(self) -> None:
         """Sizes that contradict each other are refused here, before anything looks at them."""
@@ -152,6 +179,8 @@ class LayerRequest:
         if len(phases) > 1 and ANY in phases:
             raise SpecError(f"LayerRequest.workloads: {ANY!r} stands alone, got {phases}")
         for scheme in (self.quant.w13, self.quant.w2):
+            if scheme.is_pattern:
+                raise SpecError(f"LayerRequest.quant: {scheme} is a pattern; say what the stored weights are")
             if not scheme.is_quantized and scheme.weight_dtype != self.dtype:
                 raise SpecError(
                     f"LayerRequest: dtype {self.dtype} with unquantized {scheme.weight_dtype} weights; "
@@ -171,6 +200,10 @@ class LayerRequest:
     def local_experts(self, rank: int) -> tuple[int, ...]:
         """Global ids of the experts that expert-parallel `rank` owns, in the order of its weight rows."""
         return self.placement.local_experts(self.num_experts, self.ep_size, rank)
+
+    def pins(self, workload: Workload) -> Pins:
+        """The pins of one workload; its own a2a pin wins over the layer's."""
+        return Pins(workload.a2a_backend or self.a2a_backend, self.runner_backend, self.dispatch_dtype)
 
     def sizes(self, workload: Workload) -> dict[str, int | None]:
         """The sizes that limits speak about, for one workload."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -12,20 +13,23 @@ from moe_core.decision import (
     DtypeChoice,
     PairReport,
     PluginReport,
-    Ranked,
     Reason,
     SpecReport,
     WorkloadDecision,
 )
 from moe_core.environment import Environment
-from moe_core.errors import UnknownNameError
-from moe_core.feasibility import pair_reasons, spec_reasons
+from moe_core.errors import PluginConflictError
+from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
 from moe_core.measurements import MeasurementTable
+from moe_core.names import check_names
 from moe_core.ranking import rank
-from moe_core.request import LayerRequest, Workload
+from moe_core.request import LayerRequest, Pins, Workload
+from moe_core.sharing import in_step
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, Requirement, answers_to
 
 _Declared = DeclaredDispatcher | DeclaredRunner
+#: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
+_DROPPED_FIRST = ("dispatch_dtype", "runner", "a2a")
 
 
 def resolve(
@@ -49,66 +53,41 @@ def resolve(
 
     Raises:
         UnknownNameError: A pin, prefer or exclude names nothing that is declared.
+        PluginConflictError: Two declarations have one name.
     """
     declared = _declared(plugins)
-    _check_names(declared, request, reports)
+    check_names([d for d, _ in declared], request, reports)
     table = measurements or MeasurementTable()
-    pinned = [_decide(declared, request, workload, environment, table, pins=True) for workload in request.workloads]
-    workloads = [
-        _with_fallback(decision, declared, request, environment, table) if request.allow_fallback else decision
-        for decision in pinned
-    ]
-    layout, error = _shared_layout(workloads)
-    workloads = [_only_layout(decision, layout) for decision in workloads] if layout else workloads
+    workloads = [_decide(declared, request, workload, environment, table) for workload in request.workloads]
+    layout, reason, error = None, None, ""
+    empty = [decision.workload.phase for decision in workloads if not decision.ranked]
+    if empty:
+        error = f"nothing fits workload {', '.join(empty)}"
+    else:
+        workloads, reason = in_step(request, workloads)
+        layout = None if reason else workloads[0].ranked[0].candidate.runner.spec.weight_layout
     return Decision(
         request=request,
         environment=environment,
         plugins=tuple(reports),
         workloads=tuple(workloads),
         weight_layout=layout,
-        error=error,
+        reasons=(reason,) if reason else (),
+        error=str(reason) if reason else error,
     )
 
 
 def _declared(plugins: Iterable[PluginSpec]) -> list[tuple[_Declared, tuple[Requirement, ...]]]:
     found: list[tuple[_Declared, tuple[Requirement, ...]]] = []
-    for plugin in sorted(plugins, key=lambda plugin: plugin.name):
+    ordered = sorted(plugins, key=lambda plugin: plugin.name)
+    for plugin, following in zip(ordered, [*ordered[1:], None], strict=True):
+        if following is not None and following.name == plugin.name:
+            raise PluginConflictError(f"two declarations are called {plugin.name!r}; neither may win: rename one")
         for dispatcher in sorted(plugin.dispatchers, key=lambda spec: spec.short_name):
             found.append((DeclaredDispatcher(plugin.name, dispatcher), plugin.requirements))
         for runner in sorted(plugin.runners, key=lambda spec: spec.short_name):
             found.append((DeclaredRunner(plugin.name, runner), plugin.requirements))
     return found
-
-
-def _check_names(
-    declared: list[tuple[_Declared, tuple[Requirement, ...]]], request: LayerRequest, reports: Sequence[PluginReport]
-) -> None:
-    """A name that means nothing is an error, not a preference that never applies."""
-    dispatchers = [d for d, _ in declared if isinstance(d, DeclaredDispatcher)]
-    runners = [d for d, _ in declared if isinstance(d, DeclaredRunner)]
-    a2a_names = {d.spec.name for d in dispatchers} | {d.spec.a2a for d in runners if d.spec.a2a}
-    for pin in {request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)} - {None}:
-        if pin not in a2a_names and not any(answers_to(str(pin), d) for d in dispatchers):
-            fits = _joins(dispatchers, runners, request.runner_backend)
-            raise UnknownNameError("a2a backend", str(pin), a2a_names, hint=f"{fits}{_failed_hint(reports)}")
-    if request.runner_backend is not None and not any(answers_to(request.runner_backend, d) for d in runners):
-        names = {d.spec.name for d in runners}
-        raise UnknownNameError("runner backend", request.runner_backend, names, hint=_failed_hint(reports))
-    everything = {d.plugin for d, _ in declared} | {d.spec.name for d, _ in declared} | {r.name for r in reports}
-    for name in (*request.prefer, *request.exclude):
-        if name not in everything and not any(answers_to(name, d) for d, _ in declared):
-            raise UnknownNameError("backend", name, everything)
-
-
-def _joins(dispatchers: list[DeclaredDispatcher], runners: list[DeclaredRunner], pin: str | None) -> str:
-    formats = {runner.spec.format for runner in runners if pin is not None and answers_to(pin, runner)}
-    fitting = sorted({d.spec.short_name for d in dispatchers if d.spec.format in formats})
-    return f"Runner {pin!r} can be joined to: {', '.join(fitting) or 'nothing'}. " if pin is not None else ""
-
-
-def _failed_hint(reports: Sequence[PluginReport]) -> str:
-    failed = [f"{report.name} ({report.error.splitlines()[-1]})" for report in reports if report.error]
-    return f"Plugins that failed to load: {'; '.join(failed)}." if failed else ""
 
 
 def _decide(
@@ -117,24 +96,42 @@ def _decide(
     workload: Workload,
     environment: Environment,
     measurements: MeasurementTable,
-    pins: bool,
 ) -> WorkloadDecision:
     specs = tuple(
         SpecReport(declared=d, reasons=spec_reasons(d, requirements, request, workload, environment))
         for d, requirements in declared
     )
-    passed = [report.declared for report in specs if not report.reasons]
-    reports, feasible = [], {}
-    for candidate in _pairs(passed):
-        report, dtype = _report_pair(candidate, request, workload, environment, pins)
-        reports.append(report)
-        if dtype is not None:
-            feasible[candidate] = dtype
-    ranked = rank(feasible, request, workload, environment, measurements)
-    return WorkloadDecision(workload=workload, specs=specs, pairs=tuple(reports), ranked=ranked)
+    candidates = _candidates([report.declared for report in specs if not report.reasons])
+
+    def with_pins(pins: Pins) -> WorkloadDecision:
+        pairs, feasible = [], []
+        for candidate in candidates:
+            report, dtype = _report_pair(candidate, request, environment, pins)
+            pairs.append(report)
+            if dtype is not None:
+                feasible.append((candidate, dtype))
+        ranked = rank(feasible, request, workload, environment, measurements)
+        return WorkloadDecision(workload=workload, specs=specs, pairs=tuple(pairs), ranked=ranked)
+
+    pins = request.pins(workload)
+    decision = with_pins(pins)
+    if decision.ranked or not request.allow_fallback:
+        return decision
+    for fewer in _fewer_pins(pins):
+        relaxed = with_pins(fewer)
+        if relaxed.ranked:
+            because = "; ".join(relevant_reasons(pins, decision)) or "nothing that was pinned can run here"
+            return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {because}")
+    return decision
 
 
-def _pairs(passed: list[_Declared]) -> list[Candidate]:
+def _fewer_pins(pins: Pins) -> Iterator[Pins]:
+    given = [field for field in _DROPPED_FIRST if getattr(pins, field) is not None]
+    for count in range(1, len(given) + 1):
+        yield from (pins.dropped(*fields) for fields in itertools.combinations(given, count))
+
+
+def _candidates(passed: list[_Declared]) -> list[Candidate]:
     runners = [d for d in passed if isinstance(d, DeclaredRunner)]
     dispatchers = [d for d in passed if isinstance(d, DeclaredDispatcher)]
     fused = [Candidate(None, runner) for runner in runners if runner.spec.format == "fused"]
@@ -142,86 +139,33 @@ def _pairs(passed: list[_Declared]) -> list[Candidate]:
 
 
 def _report_pair(
-    candidate: Candidate, request: LayerRequest, workload: Workload, environment: Environment, pins: bool
+    candidate: Candidate, request: LayerRequest, environment: Environment, pins: Pins
 ) -> tuple[PairReport, DtypeChoice | None]:
-    dispatcher = candidate.dispatcher.spec if candidate.dispatcher else None
-    reasons = list(pair_reasons(candidate, request))
-    if pins:
-        reasons += _pin_reasons(candidate, request, workload)
-    dtype: DtypeChoice | Reason | None = None
+    dispatcher, runner = candidate.dispatcher.spec if candidate.dispatcher else None, candidate.runner.spec
+    reasons = pair_reasons(candidate, request) + pin_reasons(candidate, pins)
     # Tokens of another format have no dtype to compare.
-    if not any(reason.code == "format" for reason in reasons):
-        pin = request.dispatch_dtype if pins else None
-        dtype = dispatch_dtype.choose(request, environment.device_type, dispatcher, candidate.runner.spec, pin)
-        if isinstance(dtype, Reason):
-            reasons.append(dtype)
-    options = dispatch_dtype.candidates(request, dispatcher, candidate.runner.spec)
-    report = PairReport(candidate=candidate, reasons=tuple(reasons), token_dtypes=options)
-    return report, dtype if isinstance(dtype, DtypeChoice) and not reasons else None
+    if any(reason.code == "format" for reason in reasons):
+        return PairReport(candidate=candidate, reasons=reasons), None
+    options = dispatch_dtype.candidates(request, dispatcher, runner)
+    dtype = dispatch_dtype.choose(request, environment.device_type, dispatcher, runner, pins.dispatch_dtype)
+    if isinstance(dtype, Reason):
+        return PairReport(candidate=candidate, reasons=(*reasons, dtype), token_dtypes=options), None
+    return PairReport(candidate=candidate, reasons=reasons, token_dtypes=options), None if reasons else dtype
 
 
-def _pin_reasons(candidate: Candidate, request: LayerRequest, workload: Workload) -> list[Reason]:
-    reasons = []
-    a2a = workload.a2a_backend or request.a2a_backend
-    is_a2a = a2a is None or a2a == candidate.a2a_backend
-    if not is_a2a and not (candidate.dispatcher and answers_to(str(a2a), candidate.dispatcher)):
-        reasons.append(Reason("pin", f"a2a backend {a2a}", candidate.a2a_backend))
-    if request.runner_backend is not None and not answers_to(request.runner_backend, candidate.runner):
-        reasons.append(Reason("pin", f"runner backend {request.runner_backend}", candidate.runner.spec.name))
-    return reasons
+def relevant_reasons(pins: Pins, decision: WorkloadDecision) -> list[str]:
+    """Reasons against what the pins mean; pairs that another pair of the same specs explains better are left out."""
+    lines = []
+    for spec in decision.specs:
+        pin = pins.runner if isinstance(spec.declared, DeclaredRunner) else pins.a2a
+        if pin is None or answers_to(pin, spec.declared) or _is_fused_of(pins, spec.declared):
+            lines += [f"{spec.declared.full_name}: {reason}" for reason in spec.reasons]
+    pinned = [pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons)]
+    joined = [pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons)]
+    for pair in joined or pinned or (() if lines else decision.pairs):
+        lines += [f"{pair.candidate.full_name}: {reason}" for reason in pair.reasons]
+    return lines
 
 
-def _with_fallback(
-    decision: WorkloadDecision,
-    declared: list[tuple[_Declared, tuple[Requirement, ...]]],
-    request: LayerRequest,
-    environment: Environment,
-    measurements: MeasurementTable,
-) -> WorkloadDecision:
-    """The same workload without pins if the pins left nothing; said in the notes, never silent."""
-    if decision.ranked:
-        return decision
-    free = _decide(declared, request, decision.workload, environment, measurements, pins=False)
-    if not free.ranked:
-        return decision
-    note = f"fallback: the pinned combination ({describe_pins(request, decision.workload)}) cannot run here"
-    return attrs.evolve(free, notes=(*free.notes, note))
-
-
-def describe_pins(request: LayerRequest, workload: Workload) -> str:
-    """`a2a deepep, runner deep_gemm, dispatch dtype fp8`, or `no pins`."""
-    pins = {
-        "a2a": workload.a2a_backend or request.a2a_backend,
-        "runner": request.runner_backend,
-        "dispatch dtype": request.dispatch_dtype,
-    }
-    return ", ".join(f"{kind} {name}" for kind, name in pins.items() if name) or "no pins"
-
-
-def _shared_layout(workloads: Sequence[WorkloadDecision]) -> tuple[str | None, str]:
-    """The weight layout that serves every workload with the best places, or why none does."""
-    empty = [decision.workload for decision in workloads if not decision.ranked]
-    if empty:
-        return None, f"nothing fits workload {', '.join(workload.phase for workload in empty)}"
-    places = [_places(decision.ranked) for decision in workloads]
-    shared = set.intersection(*(set(place) for place in places))
-    if not shared:
-        listed = "; ".join(
-            f"{d.workload.phase}: {', '.join(place)}" for d, place in zip(workloads, places, strict=True)
-        )
-        return None, f"weight-layout: the workloads have no weight layout in common ({listed})"
-    return min(shared, key=lambda layout: (tuple(place[layout] for place in places), layout)), ""
-
-
-def _places(ranked: tuple[Ranked, ...]) -> dict[str, int]:
-    places: dict[str, int] = {}
-    for place, entry in enumerate(ranked):
-        places.setdefault(entry.candidate.runner.spec.weight_layout, place)
-    return places
-
-
-def _only_layout(decision: WorkloadDecision, layout: str) -> WorkloadDecision:
-    kept = tuple(r for r in decision.ranked if r.candidate.runner.spec.weight_layout == layout)
-    dropped = [r.candidate.full_name for r in decision.ranked if r not in kept]
-    note = f"weight-layout {layout} serves all workloads; not used: {', '.join(dropped)}"
-    return attrs.evolve(decision, ranked=kept, notes=(*decision.notes, note) if dropped else decision.notes)
+def _is_fused_of(pins: Pins, declared: _Declared) -> bool:
+    return isinstance(declared, DeclaredRunner) and pins.a2a is not None and declared.spec.a2a == pins.a2a

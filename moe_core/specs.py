@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+from packaging.version import InvalidVersion, Version
 
 from moe_core.activation import ActivationPattern
 from moe_core.errors import SpecError
-from moe_core.quant import LayerQuant
+from moe_core.quant import LayerQuant, QuantScheme
 from moe_core.vocabulary import (
     ANY,
     DEVICE_TYPES,
@@ -29,8 +30,10 @@ from moe_core.vocabulary import (
     at_least,
     each_one_of,
     instance_of,
+    is_arch,
+    is_name,
     one_of,
-    require_word,
+    tuple_of,
 )
 
 #: The number of the hook interface that this version speaks. Plugins write theirs literally.
@@ -64,14 +67,21 @@ class Requirement:
     """A distribution that a plugin or spec needs, looked up in the environment's package list, never imported.
 
     Attributes:
-        module: Import name, the key of `Environment.packages`.
+        module: Top-level import name, the key of `Environment.packages`.
         minimum: Lowest version, "" for any.
         install: What to type to get it.
     """
 
-    module: str
-    minimum: str = ""
-    install: str = ""
+    module: str = attrs.field(validator=is_name)
+    minimum: str = attrs.field(default="", validator=instance_of(str))
+    install: str = attrs.field(default="", validator=instance_of(str))
+
+    def __attrs_post_init__(self) -> None:
+        """A minimum that is no version would refuse every installation."""
+        try:
+            Version(self.minimum or "0")
+        except InvalidVersion as error:
+            raise SpecError(f"Requirement {self.module!r}, field 'minimum': {error}") from error
 
 
 #: Request sizes that a limit may speak about; `max_tokens` is the workload's maximum per rank.
@@ -105,9 +115,14 @@ class Limit:
     hint: str = ""
 
     def __attrs_post_init__(self) -> None:
-        """`in` takes a tuple, everything else an int."""
-        if isinstance(self.value, tuple) != (self.relation == "in"):
-            raise SpecError(f"Limit {self.field} {self.relation}: a wrong kind of value, {self.value!r}")
+        """`in` takes a tuple of ints, everything else an int; no multiple of zero."""
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        is_int = all(type(value) is int for value in values)
+        if not is_int or isinstance(self.value, tuple) != (self.relation == "in"):
+            wanted = "a tuple of ints" if self.relation == "in" else "an int"
+            raise SpecError(f"Limit {self.field} {self.relation}: expected {wanted}, got {self.value!r}")
+        if self.relation == "multiple_of" and min(values) < 1:
+            raise SpecError(f"Limit {self.field} multiple_of: expected an int >= 1, got {self.value!r}")
 
     def allows(self, size: int) -> bool:
         """Whether `size` keeps the limit."""
@@ -122,18 +137,16 @@ class Limit:
         return f"{self.field} {self.relation} {self.value}"
 
 
-def _devices(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
-    for device in value:
-        require_word(device, (*DEVICE_TYPES, ANY), f"{type(instance).__name__} {instance.name!r}, field 'devices'")
-
-
 def _not_empty(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
     if not value:
         raise SpecError(f"{type(instance).__name__} {instance.name!r}, field {attribute.name!r}: must not be empty")
 
 
-def _layer_patterns(value: Any) -> tuple[LayerQuant, ...]:
-    return tuple(LayerQuant.of(pattern) for pattern in as_tuple(value))
+def _layer_patterns(value: Any) -> Any:
+    patterns = as_tuple(value)
+    if not isinstance(patterns, tuple):
+        return value
+    return tuple(LayerQuant.of(pattern) if isinstance(pattern, QuantScheme) else pattern for pattern in patterns)
 
 
 @attrs.frozen(kw_only=True)
@@ -153,6 +166,9 @@ class DispatcherSpec:
             of the sum); one rank alone fits both.
         row_alignment: Rows per expert are padded to a multiple of this; 0 = to whatever the runner asks for.
         id_space: Whether the ids it hands on are local to the rank or global.
+        dtypes: Layer dtypes that it can bring back from combine.
+        weight_on_input: For `contiguous` and `masked`: whether the router weights may act on the tokens it sends
+            instead of on what combine brings back. In `standard` the runner does either.
         limits: Size limits.
         requirements: Distributions it needs besides the plugin's own.
         phases: Workload phases it serves.
@@ -160,29 +176,35 @@ class DispatcherSpec:
         deterministic: Equal calls give equal bits.
     """
 
-    name: str
-    mode: str
+    name: str = attrs.field(validator=is_name)
+    mode: str = attrs.field(validator=is_name)
     binder: str = attrs.field()
     format: str = attrs.field(validator=one_of(*(word for word in FORMATS if word != "fused")))
-    sends: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[_not_empty, instance_of(TokenDtype)])
-    devices: tuple[str, ...] = attrs.field(default=(ANY,), converter=as_sorted_tuple, validator=[_not_empty, _devices])
-    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple)
+    sends: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[tuple_of(TokenDtype), _not_empty])
+    devices: tuple[str, ...] = attrs.field(
+        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
+    )
+    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
     token_placements: tuple[str, ...] = attrs.field(
-        default=("distributed",), converter=as_sorted_tuple, validator=[_not_empty, each_one_of(*TOKEN_PLACEMENTS)]
+        default=("distributed",), converter=as_sorted_tuple, validator=[each_one_of(*TOKEN_PLACEMENTS), _not_empty]
     )
     row_alignment: int = attrs.field(default=0, validator=at_least(0))
     id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
-    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(Limit))
-    requirements: tuple[Requirement, ...] = attrs.field(
-        default=(), converter=as_tuple, validator=instance_of(Requirement)
+    dtypes: tuple[str, ...] = attrs.field(
+        default=FLOAT_DTYPES, converter=as_sorted_tuple, validator=[each_one_of(*FLOAT_DTYPES), _not_empty]
     )
-    phases: tuple[str, ...] = attrs.field(default=PHASES, converter=as_sorted_tuple, validator=each_one_of(*PHASES))
-    graph_safe: bool = False
-    deterministic: bool = False
+    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
+    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
+    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    phases: tuple[str, ...] = attrs.field(
+        default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
+    )
+    graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
+    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
 
     @binder.validator
-    def _check_binder(self, attribute: attrs.Attribute[str], value: str) -> None:
-        module, _, function = value.partition(":")
+    def _check_binder(self, attribute: attrs.Attribute[str], value: object) -> None:
+        module, _, function = value.partition(":") if isinstance(value, str) else ("", "", "")
         if not module or not function.isidentifier():
             raise SpecError(
                 f"DispatcherSpec {self.name!r}, field 'binder': expected 'package.module:function', got {value!r}"
@@ -206,7 +228,8 @@ class RunnerSpec:
         schemes: Patterns of `LayerQuant` (a `QuantScheme` stands for both projections).
         activations: Patterns of activation variants.
         dtypes: Layer dtypes, of input and output.
-        weight_layout: Tag of the prepared weights; routes of one layer share it.
+        weight_layout: Tag of the prepared weights; routes of one layer share it. A tag means one layout in every
+            plugin: unless it is `canonical`, begin it with a name of your own.
         a2a: For `fused`: the a2a backend name it answers to.
         devices, archs, token_placements, limits, requirements, phases: As in `DispatcherSpec`.
         bias: Whether expert biases are added.
@@ -219,34 +242,38 @@ class RunnerSpec:
         tier: `reference`, `generic`, `tuned` or `fused`; ranks where no measurement does.
     """
 
-    name: str
-    kernel: str
+    name: str = attrs.field(validator=is_name)
+    kernel: str = attrs.field(validator=is_name)
     format: str = attrs.field(validator=one_of(*FORMATS))
-    reads: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[_not_empty, instance_of(TokenDtype)])
-    schemes: tuple[LayerQuant, ...] = attrs.field(converter=_layer_patterns, validator=_not_empty)
+    reads: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[tuple_of(TokenDtype), _not_empty])
+    schemes: tuple[LayerQuant, ...] = attrs.field(
+        converter=_layer_patterns, validator=[tuple_of(LayerQuant), _not_empty]
+    )
     activations: tuple[ActivationPattern, ...] = attrs.field(
-        converter=as_tuple, validator=[_not_empty, instance_of(ActivationPattern)]
+        converter=as_tuple, validator=[tuple_of(ActivationPattern), _not_empty]
     )
-    dtypes: tuple[str, ...] = attrs.field(converter=as_sorted_tuple, validator=[_not_empty, each_one_of(*FLOAT_DTYPES)])
-    weight_layout: str
-    a2a: str | None = None
-    devices: tuple[str, ...] = attrs.field(default=(ANY,), converter=as_sorted_tuple, validator=[_not_empty, _devices])
-    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple)
+    dtypes: tuple[str, ...] = attrs.field(converter=as_sorted_tuple, validator=[each_one_of(*FLOAT_DTYPES), _not_empty])
+    weight_layout: str = attrs.field(validator=is_name)
+    a2a: str | None = attrs.field(default=None, validator=attrs.validators.optional(is_name))
+    devices: tuple[str, ...] = attrs.field(
+        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
+    )
+    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
     token_placements: tuple[str, ...] = attrs.field(
-        default=TOKEN_PLACEMENTS, converter=as_sorted_tuple, validator=[_not_empty, each_one_of(*TOKEN_PLACEMENTS)]
+        default=TOKEN_PLACEMENTS, converter=as_sorted_tuple, validator=[each_one_of(*TOKEN_PLACEMENTS), _not_empty]
     )
-    bias: bool = False
-    weight_on_input: bool = False
-    post_norm: bool = False
+    bias: bool = attrs.field(default=False, validator=instance_of(bool))
+    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
+    post_norm: bool = attrs.field(default=False, validator=instance_of(bool))
     row_alignment: int = attrs.field(default=1, validator=at_least(1))
     id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
-    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(Limit))
-    requirements: tuple[Requirement, ...] = attrs.field(
-        default=(), converter=as_tuple, validator=instance_of(Requirement)
+    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
+    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    phases: tuple[str, ...] = attrs.field(
+        default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
     )
-    phases: tuple[str, ...] = attrs.field(default=PHASES, converter=as_sorted_tuple, validator=each_one_of(*PHASES))
-    graph_safe: bool = False
-    deterministic: bool = False
+    graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
+    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
     tier: str = attrs.field(default="generic", validator=one_of(*TIERS))
 
     def __attrs_post_init__(self) -> None:
@@ -273,16 +300,14 @@ class PluginSpec:
         requirements: Distributions that everything in this plugin needs.
     """
 
-    name: str
-    hook_api: int
+    name: str = attrs.field(validator=is_name)
+    hook_api: int = attrs.field(validator=at_least(1))
     description: str = ""
     dispatchers: tuple[DispatcherSpec, ...] = attrs.field(
-        default=(), converter=as_tuple, validator=instance_of(DispatcherSpec)
+        default=(), converter=as_tuple, validator=tuple_of(DispatcherSpec)
     )
-    runners: tuple[RunnerSpec, ...] = attrs.field(default=(), converter=as_tuple, validator=instance_of(RunnerSpec))
-    requirements: tuple[Requirement, ...] = attrs.field(
-        default=(), converter=as_tuple, validator=instance_of(Requirement)
-    )
+    runners: tuple[RunnerSpec, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(RunnerSpec))
+    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
 
     def __attrs_post_init__(self) -> None:
         """Short names are unique per kind."""
@@ -336,8 +361,23 @@ class Candidate:
         """The a2a backend name of this candidate."""
         return self.dispatcher.spec.name if self.dispatcher else str(self.runner.spec.a2a)
 
+    @property
+    def declared_max_tokens(self) -> int | None:
+        """Most tokens per rank that both declare, None if neither says."""
+        parts = (self.dispatcher, self.runner) if self.dispatcher else (self.runner,)
+        limits = [limit for part in parts for limit in part.spec.limits]
+        bounds = [limit.value for limit in limits if (limit.field, limit.relation) == ("max_tokens", "<=")]
+        return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
 
 def answers_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:
-    """Whether `name` (bare, `name.mode`, `plugin:name`, full, or a plugin's name) means this spec."""
+    """Whether `name` (bare, `name.mode`, `plugin:name` or full) means this spec: what a pin may say."""
     spec = declared.spec
-    return name in (spec.name, spec.short_name, f"{declared.plugin}:{spec.name}", declared.full_name)
+    plugin, colon, rest = name.rpartition(":")
+    return rest in (spec.name, spec.short_name) and (not colon or plugin == declared.plugin)
+
+
+def belongs_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:
+    """Whether `name` means this spec, its plugin or a fused runner's a2a backend: what prefer and exclude may say."""
+    a2a = declared.spec.a2a if isinstance(declared, DeclaredRunner) else None
+    return name in (declared.plugin, a2a) or answers_to(name, declared)

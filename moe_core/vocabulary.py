@@ -6,7 +6,9 @@ error is an error and two plugins mean the same thing by the same word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import attrs
@@ -44,8 +46,7 @@ DEVICE_TYPES = ("cpu", "cuda", "npu", "xpu", "mps", "meta")
 
 #: Every code a `Reason` may carry.
 REASON_CODES = (
-    "plugin",  # the plugin failed to load, conflicts, or was excluded
-    "excluded",  # the user excluded it
+    "excluded",  # the user excluded it, alone or with its plugin
     "pin",  # another combination was pinned
     "package",  # a required distribution is missing
     "version",  # a required distribution is too old
@@ -55,7 +56,7 @@ REASON_CODES = (
     "activation",  # activation variant
     "dtype",  # layer dtype
     "bias",  # expert biases
-    "weighting",  # router weight on the input
+    "weighting",  # router weight on the input instead of the output
     "post-norm",  # norm after each expert
     "phase",  # workload phase
     "limit",  # a declared size limit
@@ -86,7 +87,8 @@ def one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     """An attrs validator: the value is one of `words`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        require_word(value, words, _place(instance, attribute))
+        if value not in words:
+            require_word(value, words, _place(instance, attribute))
 
     return check
 
@@ -95,8 +97,10 @@ def each_one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]
     """An attrs validator: every element of a tuple is one of `words`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        _require_tuple(value, instance, attribute)
         for element in value:
-            require_word(element, words, _place(instance, attribute))
+            if element not in words:
+                require_word(element, words, _place(instance, attribute))
 
     return check
 
@@ -112,24 +116,65 @@ def at_least(minimum: int) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
 
 
 def instance_of(*types: type) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """An attrs validator: the value, or every element of a tuple value, is of one of `types`."""
+    """An attrs validator: the value is of one of `types`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        for element in value if isinstance(value, tuple) else (value,):
-            if not isinstance(element, types):
-                names = " or ".join(t.__name__ for t in types)
-                raise SpecError(f"{_place(instance, attribute)}: expected {names}, got {element!r}")
+        if not isinstance(value, types):
+            names = " or ".join(t.__name__ for t in types)
+            raise SpecError(f"{_place(instance, attribute)}: expected {names}, got {value!r}")
 
     return check
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    """An attrs converter for ordered alternatives: a bare string is an error, not a tuple of letters."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise SpecError(f"expected a tuple of alternatives, got {value!r}; write ({value!r},)")
+def tuple_of(element_type: type) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """An attrs validator: a tuple whose elements are all of `element_type`."""
+
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        _require_tuple(value, instance, attribute)
+        for element in value:
+            if not isinstance(element, element_type):
+                expected = f"expected a tuple of {element_type.__name__}"
+                raise SpecError(f"{_place(instance, attribute)}: {expected}, got the element {element!r}")
+
+    return check
+
+
+def _require_tuple(value: Any, instance: Any, attribute: attrs.Attribute[Any]) -> None:
+    if not isinstance(value, tuple):
+        advice = "its order counts: write a tuple" if isinstance(value, AbstractSet) else f"write ({value!r},)"
+        raise SpecError(f"{_place(instance, attribute)}: expected a tuple of alternatives, got {value!r}; {advice}")
+
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+
+
+def is_name(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An attrs validator: letters, digits, `_` and `-`, so that `plugin:name.mode` can be taken apart again."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise SpecError(f"{_place(instance, attribute)}: expected letters, digits, '_' and '-', got {value!r}")
+
+
+def is_arch(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An attrs validator: device generations as they are compared, lower-case and without separators: `sm90`, `a3`."""
+    for arch in value if isinstance(value, tuple) else (value,):
+        if not isinstance(arch, str) or not re.fullmatch("[a-z0-9]*", arch):
+            raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'sm90' or 'a3', got {arch!r}")
+
+
+def as_tuple(value: Any) -> Any:
+    """An attrs converter for ordered alternatives; what is none stays as it is, for the validator to name its field.
+
+    A bare string is not a tuple of letters, and the order of a set differs from process to process.
+    """
+    if isinstance(value, (str, AbstractSet)) or not isinstance(value, Iterable):
+        return value
     return tuple(value)
 
 
-def as_sorted_tuple(value: Any) -> tuple[Any, ...]:
-    """An attrs converter for unordered alternatives: sorted, so that equal sets are equal values."""
-    return tuple(sorted(as_tuple(value)))
+def as_sorted_tuple(value: Any) -> Any:
+    """An attrs converter for unordered alternatives: sorted and without repetition; equal sets are equal values."""
+    elements = tuple(value) if isinstance(value, AbstractSet) else as_tuple(value)
+    try:
+        return tuple(sorted(set(elements))) if isinstance(elements, tuple) else value
+    except TypeError:
+        return elements

@@ -1,3 +1,3 @@
-"""Building blocks on plain tensors that plugins share, without plugins or plans; this package itself imports nothing."""
+"""Building blocks on plain tensors that plugins share, without plugins or plans; importing this imports nothing."""
 
 from __future__ import annotations

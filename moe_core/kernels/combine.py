@@ -29,14 +29,14 @@ def combine(
     if rows.shape[0] == 0 or top_k == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]), dtype=dtype)
     index = row_map if complete else row_map.clamp(min=0)
-    weights = None if topk_weights is None else topk_weights.float()
-    for slot in range(top_k):
-        # index_select makes fresh memory, so that writing into `value` touches no input.
-        value = rows.index_select(0, index[:, slot]).float()
-        if weights is not None:
-            value.mul_(weights[:, slot, None])
-        if not complete:
-            # Not a product with zero: an undefined row may be NaN.
-            value = torch.where(row_map[:, slot, None] >= 0, value, 0.0)
-        result = value if slot == 0 else result.add_(value)
-    return result.to(dtype)
+    # index_select makes fresh memory, so that writing into `values` touches no input.
+    values = rows.index_select(0, index.reshape(-1)).view(num_tokens, top_k, rows.shape[1]).float()
+    if topk_weights is not None:
+        values.mul_(topk_weights.float().unsqueeze(-1))
+    if not complete:
+        # Not a product with zero: an undefined row may be NaN.
+        values = torch.where((row_map >= 0).unsqueeze(-1), values, 0.0)
+    result = values[:, 0]
+    for slot in range(1, top_k):
+        result.add_(values[:, slot])
+    return result.to(dtype, memory_format=torch.contiguous_format, copy=top_k > 1)

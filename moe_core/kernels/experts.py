@@ -124,4 +124,4 @@ def _rows_of_experts(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
 
 def _apply(function: ActivationFn, rows: Tensor, by_row: bool) -> Tensor:
     # Vectorized functions treat the last elements of a tensor differently; a row alone is always the same tensor.
-    return torch.cat([function(row) for row in rows.split(1)]) if by_row and rows.shape[0] else function(rows)
+    return torch.cat([function(row) for row in torch.split(rows, 1)]) if by_row and rows.shape[0] else function(rows)

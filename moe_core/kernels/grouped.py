@@ -10,6 +10,9 @@ from moe_core.kernels.linear import ExpertLinear, Group, active_groups, linear_b
 from moe_core.kernels.quantize import fake_quantize_activations
 from moe_core.payloads import Tensor
 
+#: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop (measured on AVX2).
+_GROUPED_GEMM_ROWS = 6
+
 
 @attrs.define(eq=False)
 class Groups:
@@ -37,8 +40,9 @@ def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
 def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, deterministic: bool = False) -> Tensor:
     """`rows [R, C] -> [R, N]`, each group by its expert's weight and bias.
 
-    On CPU: a loop over the experts that have rows (one opaque operator under compilation). On accelerators: the
-    grouped GEMM of torch for unquantized bf16, without host sync; otherwise the loop, which reads the counts back.
+    On CPU: a loop over the experts that have rows (one opaque operator under compilation), for unquantized bf16 with
+    few rows per expert the grouped GEMM of torch. On accelerators: that grouped GEMM, without host sync; for other
+    weights the loop, which reads the counts back.
 
     Args:
         rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
@@ -49,27 +53,38 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
     Returns:
         fp32 from the loop, bf16 from the grouped GEMM.
     """
-    rows = fake_quantize_activations(rows, linear.scheme)
-    if rows.device.type != "cpu" and uses_grouped_gemm(linear):
+    rows = fake_quantize_activations(rows, linear.scheme, linear.input_scale)
+    if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
         return linear_by_expert(rows, groups.on_host, linear, deterministic)
-    return linear_by_expert_op(
+    out: Tensor = linear_by_expert_op(
         rows,
         groups.num_tokens_per_expert,
         groups.group_ends,
         linear.weight,
         linear.bias,
         linear.scale,
+        linear.row_scale,
         linear.scheme_name,
         deterministic,
     )
+    return out
 
 
 def uses_grouped_gemm(linear: ExpertLinear) -> bool:
     """Whether an accelerator multiplies these weights without host sync: bf16, rows and columns of 16 bytes."""
     weight = linear.weight
     return weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:
+    """Whether the loop on CPU would multiply (nearly) every group as stored; then one call saves its steps."""
+    # On CPU the kernel needs rows of the weight in order and on 16 bytes, which mapped files do not promise.
+    if not groups.on_host or linear.weight.stride(2) != 1 or linear.weight.data_ptr() % 16:
+        return False
+    largest = max(end - start for _, start, end in groups.on_host)
+    return largest <= _GROUPED_GEMM_ROWS
 
 
 def _grouped_gemm(rows: Tensor, group_ends: Tensor, linear: ExpertLinear) -> Tensor:

@@ -29,8 +29,8 @@ _LINE = 16
 
 #: Half precision dtypes for which this CPU's GEMM is fast at any size.
 _HAS_FAST_GEMM = {
-    torch.bfloat16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    torch.float16: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    torch.bfloat16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
 
 #: An expert with rows, its first row, and the row after its last real one.
@@ -46,12 +46,16 @@ class ExpertLinear:
         scheme: How `weight` is stored, and what activations are rounded to.
         bias: `[L, N]` or None.
         scale: `[L, N, ..]` scales of a quantized weight, None otherwise.
+        row_scale: `[L, N]` fp32, one more multiplier of each output row (a global scale of its half), or None.
+        input_scale: fp32 scalar of statically scaled activations, or None.
     """
 
     weight: Tensor
     scheme: QuantScheme
     bias: Tensor | None = None
     scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    input_scale: Tensor | None = None
     #: Name of `scheme` in `SCHEMES`: what an operator can be given.
     scheme_name: str = attrs.field(init=False, default="")
 
@@ -111,14 +115,17 @@ class _Scratch:
     def blocks(self, expert: int, padded: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and fp32 `[rows, C]` of each block; `padded` gives whole cache lines, zero past C."""
         weight, scheme, scale = self._linear.weight[expert], self._linear.scheme, self._linear.scale
+        row_scale = self._linear.row_scale
         memory = self._memory
         if memory is None:
             memory = self._memory = self._allocate(weight, padded)
         for first in range(0, weight.shape[0], self.block_rows):
             part = weight[first : first + self.block_rows]
             block = memory[: part.shape[0]]
-            part_scale = None if scale is None else scale[expert, first : first + self.block_rows]
+            part_scale = None if scale is None else _scale_rows(scale[expert], first, part.shape[0], scheme)
             dequantize_into(block[:, : self.num_inputs], part, part_scale, scheme)
+            if row_scale is not None:
+                block.mul_(row_scale[expert, first : first + self.block_rows, None])
             yield first, block
 
     def _allocate(self, weight: Tensor, padded: bool) -> Tensor:
@@ -130,12 +137,20 @@ class _Scratch:
         return weight.new_empty((self.block_rows, self.num_inputs), dtype=torch.float32)
 
 
+def _scale_rows(scale: Tensor, first: int, count: int, scheme: QuantScheme) -> Tensor:
+    """The scales of weight rows `first .. first + count`; a tile's scale serves all of its rows."""
+    tile = scheme.weight_block[0] if isinstance(scheme.weight_block, tuple) else 1
+    if tile == 1:
+        return scale[first : first + count]
+    return scale[torch.arange(first, first + count, device=scale.device) // tile]
+
+
 def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
     weight = linear.weight[expert]
     if weight.dtype == torch.float32:
         torch.mm(rows.float(), weight.t(), out=out)
         return
-    if _multiplies_as_stored(rows.shape[0], weight):
+    if not linear.scheme.is_quantized and _multiplies_as_stored(rows.shape[0], weight):
         out.copy_(functional.linear(rows.to(weight.dtype), weight))
         # fp16 ends at 65504; the fp32 blocks below do not.
         if weight.dtype == torch.bfloat16 or bool(out.isfinite().all()):
@@ -147,8 +162,8 @@ def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scra
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
     if weight.device.type != "cpu" or _HAS_FAST_GEMM.get(weight.dtype, False):
-        return weight.is_floating_point()
-    return num_rows <= _FEW_ROWS and weight.is_floating_point() and weight.stride(1) == 1
+        return True
+    return num_rows <= _FEW_ROWS and weight.stride(1) == 1
 
 
 def _multiply_tiles(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
@@ -172,11 +187,12 @@ def linear_by_expert_op(
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
+    row_scale: Tensor | None,
     scheme: str,
     deterministic: bool,
 ) -> Tensor:
     """`linear_by_expert` as one opaque operator, so that full-graph compilation keeps the loop."""
-    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale)
+    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale, row_scale=row_scale)
     return linear_by_expert(rows, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
 
 
@@ -188,6 +204,7 @@ def _fake(
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
+    row_scale: Tensor | None,
     scheme: str,
     deterministic: bool,
 ) -> Tensor:

@@ -48,13 +48,15 @@ def permute(topk_ids: Tensor, num_experts: int, alignment: int = 1) -> Permutati
         The permutation; an id twice in one row has two rows.
     """
     expert, order, counts = _sort_by_expert(topk_ids, num_experts)
-    padded = counts if alignment == 1 else (counts + (alignment - 1)) // alignment * alignment
-    ends = padded.cumsum(0)
-    # Position in sorted order, moved by the padding of the groups before.
-    shift = (ends - padded) - (counts.cumsum(0) - counts)
-    position = torch.arange(expert.numel(), device=expert.device)
-    has_expert = expert < num_experts
-    row = torch.where(has_expert, position + shift[expert.clamp(max=num_experts - 1)], -1)
+    row = torch.arange(expert.numel(), device=expert.device)
+    ends = counts.cumsum(0)
+    if alignment > 1:
+        padded = (counts + (alignment - 1)) // alignment * alignment
+        padded_ends = padded.cumsum(0)
+        # Position in sorted order, moved by the padding of the groups before.
+        row += ((padded_ends - padded) - (ends - counts))[expert.clamp(max=num_experts - 1)]
+        ends = padded_ends
+    row = torch.where(expert < num_experts, row, -1)
     row_map = torch.empty_like(row).scatter_(0, order, row).view(topk_ids.shape)
     num_rows = _num_rows(topk_ids.numel(), num_experts, alignment, ends)
     return Permutation(counts.int(), ends.int(), row_map, num_rows)

@@ -12,7 +12,7 @@ import torch
 from moe_core.errors import InputError, UnknownNameError
 from moe_core.kernels.schemes import FLOAT_SCHEMES, SUPPORTED_SCHEMES
 from moe_core.payloads import Tensor
-from moe_core.quant import MXFP4_W4A16, W8A8_INT8, QuantScheme
+from moe_core.quant import FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
 
 #: `(weight rows, their scales, fp32 output) -> None`; rows are independent, so a part of an expert may be given.
 _Reader = Callable[[Tensor, Tensor, Tensor], None]
@@ -21,6 +21,10 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 #: Both values of every packed byte, low nibble first.
 _E2M1_PAIRS = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
 _INT8_MAX = 127.0
+_E2M1_MAX = 6.0
+_E4M3_MAX = 448.0
+_NVFP4_GROUP = 16
+_FP8_GROUP = 128
 
 
 def dequantize(
@@ -30,7 +34,9 @@ def dequantize(
 
     Args:
         weight: `[N, C]` in the stored form of `scheme` (fp4: uint8 `[N, C / 2]`, element 2i in the low nibble).
-        scale: int8: `[N]` or `[N, 1]`; fp4: `[N, C / 32]` uint8 exponent bytes or float8_e8m0fnu; None for floats.
+        scale: int8: `[N]` or `[N, 1]`; fp4: `[N, C / group]`, exponent bytes (uint8 or float8_e8m0fnu) for MXFP4 and
+            float8_e4m3fn for NVFP4, whose global scale the caller multiplies; fp8: `[N, ceil(C / 128)]` fp32, the
+            tile's scale repeated for each row; None for floats.
         scheme: One of `SUPPORTED_SCHEMES`.
         dtype: Floating dtype of the result; the product with the scale is made in fp32 and rounded once.
 
@@ -64,14 +70,25 @@ def _read_int8_per_channel(weight: Tensor, scale: Tensor, out: Tensor) -> None:
     out.copy_(weight).mul_(scale.reshape(-1, 1))
 
 
-def _read_mxfp4(weight: Tensor, scale: Tensor, out: Tensor) -> None:
+def _read_e2m1(weight: Tensor, scale: Tensor, out: Tensor) -> None:
     pairs = _E2M1_PAIRS.to(weight.device)
-    values = torch.nn.functional.embedding(weight.int(), pairs).view(*scale.shape, 32)
-    exponents = scale.view(torch.float8_e8m0fnu).float()
-    out.copy_(values.mul_(exponents.unsqueeze(-1)).view(out.shape))
+    group = 2 * weight.shape[1] // scale.shape[1]
+    values = torch.nn.functional.embedding(weight.int(), pairs).view(*scale.shape, group)
+    factors = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    out.copy_(values.mul_(factors.float().unsqueeze(-1)).view(out.shape))
 
 
-_READERS: dict[QuantScheme, _Reader] = {W8A8_INT8: _read_int8_per_channel, MXFP4_W4A16: _read_mxfp4}
+def _read_fp8_block(weight: Tensor, scale: Tensor, out: Tensor) -> None:
+    out.copy_(weight).mul_(scale.float().repeat_interleave(_FP8_GROUP, dim=1)[:, : out.shape[1]])
+
+
+_READERS: dict[QuantScheme, _Reader] = {
+    FP8_BLOCK128: _read_fp8_block,
+    W8A8_INT8: _read_int8_per_channel,
+    MXFP4_W4A16: _read_e2m1,
+    NVFP4: _read_e2m1,
+    NVFP4_W4A16: _read_e2m1,
+}
 
 
 def readable_schemes() -> tuple[QuantScheme, ...]:
@@ -79,26 +96,76 @@ def readable_schemes() -> tuple[QuantScheme, ...]:
     return (*FLOAT_SCHEMES, *_READERS)
 
 
-def fake_quantize_activations(x: Tensor, scheme: QuantScheme) -> Tensor:
+def fake_quantize_activations(x: Tensor, scheme: QuantScheme, input_scale: Tensor | None = None) -> Tensor:
     """The activations as a GEMM of `scheme` sees them: rounded to its activation dtype and scaled back.
 
     Args:
         x: `[rows, C]`, any float dtype.
         scheme: Says the activation dtype; `same` returns `x` itself.
+        input_scale: One fp32 multiplier for all rows, for static scaling (NVFP4: the calibrated amax / 2688).
 
     Returns:
-        `[rows, C]` fp32. Dynamic int8: scale = amax / 127 of the row in fp32, codes rounded half to even and
-        clamped to -128..127; a row of zeros stays zero.
+        `[rows, C]` fp32; a row of zeros stays zero. Dynamic int8: scale = amax / 127 of the row in fp32, codes
+        rounded half to even and clamped to -128..127. Dynamic fp8: scale = amax / 448 per 128 channels, then e4m3.
+        NVFP4: an e4m3 scale = amax / 6 / input_scale per 16 channels, then e2m1.
 
     Raises:
         UnknownNameError: No entry for this activation dtype and scaling.
+        InputError: Static scaling without its scale.
     """
     if scheme.activation_dtype == "same":
         return x
-    if scheme not in _READERS or scheme.activation_dtype != "int8":
+    if scheme.activation_scaling == "static" and input_scale is None:
+        raise InputError(f"activations of scheme {scheme.label} need input_scale, got None")
+    if scheme == NVFP4 and input_scale is not None:
+        return _round_nvfp4(x.float(), input_scale)
+    if scheme not in _ROUNDERS:
         raise UnknownNameError("quantization scheme", scheme.label, (s.label for s in SUPPORTED_SCHEMES))
-    values = x.float()
+    return _ROUNDERS[scheme](x.float())
+
+
+def quantize_rows_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`[rows, C]` -> e4m3 `[rows, C]` and fp32 scales `[rows, ceil(C / 128)]`, scale = amax / 448; zeros stay zeros."""
+    num_rows, width = values.shape
+    groups = torch.nn.functional.pad(values.float(), (0, -width % _FP8_GROUP)).view(num_rows, -1, _FP8_GROUP)
+    scales = groups.abs().amax(-1) / _E4M3_MAX
+    divisor = torch.where(scales == 0, 1.0, scales)
+    codes = (groups / divisor[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(num_rows, -1)[:, :width], scales
+
+
+def _round_fp8_per_group(values: Tensor) -> Tensor:
+    codes, scales = quantize_rows_fp8(values)
+    return codes.float() * scales.repeat_interleave(_FP8_GROUP, dim=1)[:, : values.shape[1]]
+
+
+def _round_int8_per_token(values: Tensor) -> Tensor:
     scale = values.abs().amax(dim=-1, keepdim=True) / _INT8_MAX
     # A zero row would divide zero by zero; any scale gives it zero codes.
     divisor = torch.where(scale == 0, 1.0, scale)
     return (values / divisor).round_().clamp_(-128.0, _INT8_MAX).mul_(scale)
+
+
+#: Dynamic rounding of activations, one entry per scheme that has it.
+_ROUNDERS: dict[QuantScheme, Callable[[Tensor], Tensor]] = {
+    W8A8_INT8: _round_int8_per_token,
+    FP8_BLOCK128: _round_fp8_per_group,
+}
+
+
+def _round_nvfp4(values: Tensor, input_scale: Tensor) -> Tensor:
+    groups = values.unflatten(-1, (-1, _NVFP4_GROUP))  # type: ignore[no-untyped-call]
+    block_scale = groups.abs().amax(-1, keepdim=True) / _E2M1_MAX / input_scale
+    # Saturating: the cast alone would give NaN beyond the largest e4m3 value.
+    block_scale = block_scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scale = block_scale * input_scale
+    # A block scale may round to zero; its values are then zero.
+    codes = _round_e2m1(groups / torch.where(scale == 0, 1.0, scale))
+    return torch.flatten(codes * scale, start_dim=-2)
+
+
+def _round_e2m1(values: Tensor) -> Tensor:
+    """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with ties to the even code, saturating."""
+    size = values.abs()
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    return ((values / step).round() * step).clamp(-_E2M1_MAX, _E2M1_MAX)

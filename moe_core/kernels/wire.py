@@ -8,23 +8,13 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import SpecError
+from moe_core.kernels.quantize import quantize_rows_fp8
 from moe_core.payloads import StandardTokens, Tensor
 from moe_core.specs import TokenDtype
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Channels that share one scale in the `row_128` layout.
 _GROUP = 128
-_FP8_MAX = 448.0
-
-
-def quantize_rows_fp8(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """`[T, H]` -> e4m3 `[T, H]` and fp32 scales `[T, ceil(H / 128)]`, scale = amax / 448; zeros stay zeros."""
-    num_tokens, hidden_size = hidden_states.shape
-    groups = torch.nn.functional.pad(hidden_states.float(), (0, -hidden_size % _GROUP)).view(num_tokens, -1, _GROUP)
-    scales = groups.abs().amax(-1) / _FP8_MAX
-    divisor = torch.where(scales == 0, 1.0, scales)
-    values = (groups / divisor[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-    return values.view(num_tokens, -1)[:, :hidden_size], scales
 
 
 def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor, token_dtype: TokenDtype) -> Tensor:
@@ -53,7 +43,7 @@ def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: T
     if is_quantized:
         dtypes.append((torch.float32, -(-hidden_size // _GROUP)))
     dtypes += [(torch.int32, top_k), (torch.float32, top_k)]
-    parts = message.split([dtype.itemsize * width for dtype, width in dtypes], dim=1)
+    parts = torch.split(message, [dtype.itemsize * width for dtype, width in dtypes], dim=1)
     tensors = [part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, dtypes, strict=True)]
     return StandardTokens(
         hidden_states=tensors[0],

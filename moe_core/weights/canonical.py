@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_core.errors import WeightsError
 from moe_core.vocabulary import require_word
 
 Tensor = torch.Tensor
@@ -48,6 +49,10 @@ def canonical_weights(
         layout: Order of the gate and up rows as stored; ignored when not gated.
         orientation: `out_in` or `in_out`, for weights and block scales alike.
         gated: Whether `w13` holds two halves.
+
+    Raises:
+        SpecError: An unknown layout or orientation.
+        WeightsError: The scales of `w13` cover tiles of rows and the layout is not `gate_up`.
     """
     turned = {
         name: canonical_orientation(tensor, orientation) if tensor.dim() == 3 else tensor
@@ -55,6 +60,12 @@ def canonical_weights(
     }
     if not gated:
         return turned
+    scale = turned.get("w13_scale")
+    if layout != "gate_up" and scale is not None and scale.shape[1] != turned["w13"].shape[1]:
+        raise WeightsError(
+            f"w13_scale {list(scale.shape)}: scales of row tiles cannot be reordered from {layout!r}, since a tile may "
+            "hold rows of both halves; store gate and up apart, or as 'gate_up'"
+        )
     return {
         name: canonical_rows(tensor, layout) if name in ("w13", "b13", "w13_scale") else tensor
         for name, tensor in turned.items()

@@ -73,6 +73,15 @@ def _projection(name: str, scheme: QuantScheme, experts: int, rows: int, columns
     return found
 
 
+def _scale_problem(name: str, tensor: torch.Tensor) -> str | None:
+    """A calibrated scale that is zero, negative or not finite would turn its experts into zeros or NaN."""
+    if not name.endswith(("_global_scale", "_input_scale")) or not tensor.is_floating_point():
+        return None
+    bad = ~(tensor.isfinite() & (tensor > 0))
+    experts = sorted(set(bad.nonzero()[:, 0].tolist()))
+    return f"{name}: zero, negative or not finite for local experts {experts}" if experts else None
+
+
 def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts: int) -> None:
     """Raise `WeightsError` listing every missing, unknown, misshapen and mistyped tensor at once.
 
@@ -90,6 +99,7 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
         for name, tensor in given.items()
         if name in expected and (problem := expected[name].problem(name, tensor)) is not None
     ]
+    problems += [problem for name in given if (problem := _scale_problem(name, given[name])) is not None]
     devices = sorted({str(tensor.device) for tensor in given.values()})
     if len(devices) > 1:
         problems.append(f"tensors lie on several devices: {', '.join(devices)}")

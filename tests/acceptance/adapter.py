@@ -21,7 +21,7 @@ from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWei
 from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
-from moe_core.quant import MXFP4_W4A16, W8A8_INT8, QuantScheme
+from moe_core.quant import FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
 from moe_core.weights.canonical import canonical_weights
 
 DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
@@ -59,7 +59,40 @@ def _scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
         return W8A8_INT8
     if ckpt["fmt"] == "mxfp4" and ckpt["nibbles"] == "low_first":
         return MXFP4_W4A16
+    if (
+        ckpt["fmt"] == "fp8_block"
+        and tuple(ckpt["block"]) == (128, 128)
+        and not (ckpt.get("ue8m0") or ckpt.get("halves"))
+    ):
+        return FP8_BLOCK128
+    if ckpt["fmt"] in ("nvfp4_modelopt", "nvfp4_ct"):
+        return NVFP4_W4A16 if ckpt.get("weight_only") else NVFP4
     raise NotOffered
+
+
+#: Names of the NVFP4 scales as checkpoints have them -> canonical name.
+_NVFP4_NAMES = {
+    "w13_scale_2": "w13_global_scale",
+    "w2_scale_2": "w2_global_scale",
+    "w13_global": "w13_global_scale",
+    "w2_global": "w2_global_scale",
+    "in13_global": "w13_input_scale",
+    "in2_global": "w2_input_scale",
+}
+
+
+def _nvfp4_tensors(ckpt: dict[str, Any], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Canonical names, block scales as e4m3, divisors of compressed-tensors as multipliers."""
+    named = {}
+    for name, tensor in stored.items():
+        canonical = _NVFP4_NAMES.get(name, name)
+        is_divisor = ckpt["fmt"] == "nvfp4_ct" and name.endswith("_global")
+        value = 1.0 / tensor.float() if is_divisor else tensor
+        is_block_scale = canonical in ("w13_scale", "w2_scale")
+        named[canonical] = value.view(torch.float8_e4m3fn) if is_block_scale else value
+    if ckpt.get("weight_only"):
+        named = {name: tensor for name, tensor in named.items() if not name.endswith("_input_scale")}
+    return named
 
 
 def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
@@ -99,6 +132,11 @@ def make_weights(spec: dict[str, Any], ckpt: dict[str, Any], experts: tuple[int,
     elif ckpt["fmt"] == "int8":
         # One scale per output channel comes as [E, rows, 1].
         stored = {n: t.squeeze(-1) if n.endswith("_scale") else t for n, t in stored.items()}
+    elif ckpt["fmt"] == "fp8_block":
+        stored = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
+        stored = {n: t if n.endswith("_scale") else t.view(torch.float8_e4m3fn) for n, t in stored.items()}
+    elif ckpt["fmt"].startswith("nvfp4"):
+        stored = _nvfp4_tensors(ckpt, stored)
     gated = ACTIVATIONS[spec["activation"]].gated
     tensors = canonical_weights(stored, layout=ckpt["layout"], orientation=ckpt["orientation"], gated=gated)
     return RawWeights(tensors={n: t if experts is None else t[list(experts)] for n, t in tensors.items()})

@@ -78,7 +78,9 @@ def make_params(
     return params
 
 
-def make_tokens(tokens: int, hidden: int, experts: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def make_tokens(
+    tokens: int, hidden: int, experts: int, top_k: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, distinct ids and weights that do not sum to one."""
     ids = torch.rand(tokens, experts).topk(top_k, dim=-1).indices
     return torch.randn(tokens, hidden).to(dtype), ids, torch.rand(tokens, top_k) + 0.1

@@ -16,8 +16,8 @@ from . import oracle
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _GATED = [
     ActivationSpec(kind=kind, limit=limit, beta=beta, clamp=clamp, row_order=order)
-    for kind, limit, beta, clamp, order in itertools.product(
-        _KINDS, (None, 0.8), (0.0, 1.0), ("before", "after"), ("gate_up", "interleaved")
+    for kind, (limit, clamp), beta, order in itertools.product(
+        _KINDS, ((None, "before"), (0.8, "before"), (0.8, "after")), (0.0, 1.0), ("gate_up", "interleaved")
     )
 ]
 _VARIANTS = [

@@ -41,7 +41,11 @@ def test_compiled_range_check_has_no_break_and_still_fires() -> None:
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:
-    given = {"hidden_states": torch.zeros(3, 8), "topk_ids": torch.zeros(3, 2).long(), "topk_weights": torch.zeros(3, 2)}
+    given = {
+        "hidden_states": torch.zeros(3, 8),
+        "topk_ids": torch.zeros(3, 2).long(),
+        "topk_weights": torch.zeros(3, 2),
+    }
     return given | {"hidden_size": 8, "top_k": 2, "dtype": torch.float32} | changes
 
 

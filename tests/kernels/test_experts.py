@@ -111,12 +111,13 @@ def test_missing_duplicate_and_strided_ids(id_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-def test_idle_experts_are_not_touched(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", [2, 30])
+def test_idle_experts_are_not_touched(tokens: int, dtype: torch.dtype) -> None:
     params = oracle.make_params(6, 16, 8, dtype, bias=True)
     for tensor in params.values():
         tensor[2:] = torch.nan
-    x, _, weights = oracle.make_tokens(30, 16, 6, 2, dtype)
-    _check(params, (x, torch.randint(0, 2, (30, 2)), weights))
+    x, _, weights = oracle.make_tokens(tokens, 16, 6, 2, dtype)
+    _check(params, (x, torch.randint(0, 2, (tokens, 2)), weights))
 
 
 @pytest.mark.parametrize("rows", [1, 8])

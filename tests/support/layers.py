@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from reference_moe import moe
 
 from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights
@@ -67,13 +68,15 @@ def exact(
     )
 
 
-def build(request: LayerRequest, tensors: dict[str, torch.Tensor], group: ExpertGroup | None = None) -> MoELayer:
-    """A loaded layer on CPU with this rank's share of the experts."""
+def build(
+    request: LayerRequest, tensors: dict[str, torch.Tensor], group: ExpertGroup | None = None, device: str = "cpu"
+) -> MoELayer:
+    """A loaded layer with this rank's share of the experts."""
     manager = torch_manager()
-    environment = probe_environment(manager.modules_required(), "cpu")
+    environment = probe_environment(manager.modules_required(), device)
     layer = MoELayer(request, environment=environment, manager=manager, group=group)
     owned = list(layer.local_experts)
-    layer.load_weights(RawWeights(tensors={name: tensor[owned] for name, tensor in tensors.items()}))
+    layer.load_weights(RawWeights(tensors={name: tensor[owned].to(device) for name, tensor in tensors.items()}))
     return layer
 
 
@@ -85,6 +88,18 @@ def layer_output(
     phase: str | None = None,
 ) -> torch.Tensor:
     """A rank's job: build, load, run twice (buffers must not leak from one forward to the next)."""
-    layer = build(request, tensors, group)
+    device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
+    layer = build(request, tensors, group, device)
+    tokens = tuple(tensor.to(device) for tensor in tokens)
     layer(*tokens, phase=phase)
     return layer(*tokens, phase=phase)
+
+
+def layer_outputs(
+    group: ExpertGroup,
+    requests: list[LayerRequest],
+    tensors: dict[str, torch.Tensor],
+    tokens: tuple[Any, ...],
+) -> torch.Tensor:
+    """A rank's job: the outputs of several requests over the same weights, stacked."""
+    return torch.stack([layer_output(group, request, tensors, tokens) for request in requests])

@@ -1,4 +1,4 @@
-"""Run a job on real processes of a gloo group, one per rank, with a limit on the time."""
+"""Run a job on real processes of one group, one per rank, with a limit on the time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class RankError:
 
 
 def run_on_ranks(
-    job: Callable[..., torch.Tensor], per_rank: Sequence[tuple[Any, ...]]
+    job: Callable[..., torch.Tensor], per_rank: Sequence[tuple[Any, ...]], backend: str = "gloo"
 ) -> list[torch.Tensor | RankError]:
     """`job(group, *arguments)` on every rank; its result or error, in the order of ranks.
 
     Args:
         job: A function that child processes can import by name.
         per_rank: Arguments of each rank; their number is the size of the group.
+        backend: Of torch.distributed; `nccl` gives every rank a GPU.
 
     Raises:
         TimeoutError: A rank gave no answer in time.
@@ -46,7 +47,7 @@ def run_on_ranks(
         store = f"file://{folder}/store"
         size = len(per_rank)
         processes = [
-            context.Process(target=_rank, args=(rank, size, store, job, arguments, answers), daemon=True)
+            context.Process(target=_rank, args=(rank, size, (backend, store), job, arguments, answers), daemon=True)
             for rank, arguments in enumerate(per_rank)
         ]
         for process in processes:
@@ -69,15 +70,22 @@ def _answer(answers: Any, size: int) -> tuple[int, torch.Tensor | RankError]:
 
 
 def _rank(
-    rank: int, size: int, store: str, job: Callable[..., torch.Tensor], arguments: tuple[Any, ...], answers: Any
+    rank: int,
+    size: int,
+    transport: tuple[str, str],
+    job: Callable[..., torch.Tensor],
+    arguments: tuple[Any, ...],
+    answers: Any,
 ) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     try:
-        dist.init_process_group("gloo", store, timeout, world_size=size, rank=rank)
+        if transport[0] == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(*transport, timeout, world_size=size, rank=rank)
         group = ExpertGroup(rank=rank, size=size, process_group=dist.group.WORLD)
         # Arrays travel through a pipe; tensors would need shared memory that outlives this process.
-        answers.put((rank, job(group, *arguments).double().numpy()))
+        answers.put((rank, job(group, *arguments).double().cpu().numpy()))
         dist.barrier()
     except Exception as error:
         answers.put((rank, f"{type(error).__name__}: {error}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from moe_core.kernels.activation import activation_function
@@ -28,11 +29,14 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
 
 
 def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> ExpertLinear:
+    name = f"w{number}"
     return ExpertLinear(
-        weight=weights[f"w{number}"],
+        weight=weights[name],
         scheme=scheme,
         bias=weights.get(f"b{number}"),
-        scale=weights.get(f"w{number}_scale"),
+        scale=weights.get(f"{name}_scale"),
+        row_scale=weights.get(f"{name}_row_scale"),
+        input_scale=weights.get(f"{name}_input_scale"),
     )
 
 
@@ -48,4 +52,4 @@ def _masked(experts: Experts, tokens: MaskedTokens) -> Tensor:
     return experts_masked(tokens.hidden_states, tokens.masked_m, experts)
 
 
-_RUNNERS = {"standard": _standard, "contiguous": _contiguous, "masked": _masked}
+_RUNNERS: dict[str, Callable[..., Tensor]] = {"standard": _standard, "contiguous": _contiguous, "masked": _masked}

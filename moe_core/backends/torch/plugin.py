@@ -35,6 +35,7 @@ def _local(format_: str) -> DispatcherSpec:
         format=format_,
         sends=_FLOATS,
         token_placements=("replicated",),
+        weight_on_input=True,
         graph_safe=True,
         deterministic=True,
     )
@@ -46,7 +47,8 @@ def _alltoall(format_: str) -> DispatcherSpec:
         mode=format_,
         binder=f"moe_core.backends.torch.alltoall:bind_{format_}",
         format=format_,
-        sends=_WIRE,
+        sends=_WIRE if format_ == "standard" else _FLOATS,
+        weight_on_input=True,
         limits=(Limit("ep_size", ">=", 2, "one rank needs no transport: a2a_backend='none'"),),
         deterministic=True,
     )

@@ -1,21 +1,45 @@
-"""Preparation for the torch runners: the canonical order is the one they read, whatever the strides."""
+"""Preparation for the torch runners: weights as they are stored, global scales as one factor per output row."""
 
 from __future__ import annotations
 
-from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights
+from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 
 
 def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
-    """Borrow the raw tensors, or copy them into the storage of an earlier preparation."""
+    """Borrow the raw tensors, or copy them into the storage of an earlier preparation.
+
+    What is computed from raw tensors is a prepared tensor too, so that a reload refreshes it.
+    """
+    tensors = _prepared(weights.tensors)
     if out is None:
-        tensors = {name: PreparedTensor(data=tensor, owned=False) for name, tensor in weights.tensors.items()}
         return PreparedWeights(
             layout=plan.weight_layout,
             tensors=tensors,
             activation=weights.activation,
             post_norm=weights.post_norm,
         )
-    for name, tensor in weights.tensors.items():
-        out[name].copy_(tensor)
+    for name, tensor in tensors.items():
+        out[name].copy_(tensor.data)
     return out
+
+
+def _prepared(raw: dict[str, Tensor]) -> dict[str, PreparedTensor]:
+    prepared = {}
+    for name, tensor in raw.items():
+        projection = name.partition("_")[0]
+        if name.endswith("_global_scale"):
+            rows = _row_scale(tensor, raw[projection].shape[1])
+            prepared[f"{projection}_row_scale"] = PreparedTensor(data=rows)
+        elif name.endswith("_input_scale"):
+            # One scale for all experts: a token is rounded once, before it is known which expert reads it.
+            prepared[name] = PreparedTensor(data=tensor.max(), expert_axis=None)
+        else:
+            prepared[name] = PreparedTensor(data=tensor, owned=False)
+    return prepared
+
+
+def _row_scale(global_scale: Tensor, num_rows: int) -> Tensor:
+    """`[L]` or `[L, 2]` (gate, up) -> `[L, num_rows]`: gate and up each keep their own scale."""
+    halves = global_scale.view(global_scale.shape[0], -1)
+    return halves.repeat_interleave(num_rows // halves.shape[1], dim=1)

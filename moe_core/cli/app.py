@@ -1,0 +1,86 @@
+"""The application: its commands, and how errors become exit codes.
+
+Exit codes: 0 done, 1 it cannot be done here (no feasible combination, a failed plugin), 2 it was asked wrongly (usage,
+unknown names, bad values, missing files).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, TextIO
+
+import typer
+
+from moe_core.cli import list_backends, resolve, run
+from moe_core.cli.output import print_error
+from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
+from moe_core.planner import PlanWarning
+
+CANNOT, ASKED_WRONGLY = 1, 2
+
+app = typer.Typer(
+    name="moe-core",
+    help="Choose, explain and run the kernels of Mixture-of-Experts layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Typer's boxes cut long option names in a terminal of 80 columns.
+    rich_markup_mode=None,
+)
+app.command("list-backends")(list_backends.list_backends)
+app.command("resolve")(resolve.resolve)
+app.command("run")(run.run)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moe-core {importlib.metadata.version('moe-core')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        arguments: What follows the program's name; default: `sys.argv`.
+
+    Raises:
+        SystemExit: Always; see the exit codes above.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=DeprecationWarning, module=r"moe_core\.")
+        # The notes of the printed plan say the same.
+        warnings.filterwarnings("ignore", category=PlanWarning)
+        warnings.showwarning = _show_warning
+        try:
+            app(args=words, prog_name="moe-core")
+        except MoeCoreError as error:
+            if {"-v", "--verbose"} & set(words):
+                sys.stderr.write("".join(traceback.format_exception(error)))
+            print_error(str(error))
+            sys.exit(ASKED_WRONGLY if isinstance(error, SpecError | UnknownNameError) else CANNOT)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print_error(str(message), label="warning")

@@ -1,0 +1,173 @@
+"""`moe-core list-backends`: what is installed, and whether it can run on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import attrs
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moe_core.cli.backend_status import Backend, backends_on, parts_of
+from moe_core.cli.output import fields, print_error, print_json, stdout, table, verdict
+from moe_core.cli.plan_view import machine_fields
+from moe_core.environment import Environment, probe_environment, unprobed_environment
+from moe_core.manager import default_manager
+from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
+from moe_core.vocabulary import ANY, FORMATS
+
+SCHEMA = 1
+_HEADERS = ("NAME", "VERSION", "DEVICE", "DISPATCHERS", "RUNNERS")
+_STATUS_WIDTH = 24
+
+
+def list_backends(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Look at this machine's devices, which imports torch; or judge by package metadata alone.",
+        ),
+    ] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a plugin failed to load.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Add origin, hooks, every reason, and the tracebacks of failed plugins."),
+    ] = False,
+) -> None:
+    """List the installed backends and whether each can run on this machine."""
+    manager = default_manager()
+    modules = manager.modules_required()
+    environment = probe_environment(modules) if probe else unprobed_environment(modules)
+    backends = backends_on(manager, environment, probed=probe)
+    if as_json:
+        print_json(_json(backends, environment, probe))
+    else:
+        _print(backends, environment, probe, verbose)
+    failed = dict.fromkeys(backend.found.name for backend in backends if backend.failure)
+    if strict and failed:
+        print_error(f"failed plugins: {', '.join(failed)}; see moe-core list-backends -v")
+        raise typer.Exit(1)
+
+
+def _devices(spec: PluginSpec | None) -> str:
+    devices = {device for part in parts_of(spec) for device in part.devices} if spec else set()
+    return ANY if ANY in devices else ", ".join(sorted(devices))
+
+
+def _names(parts: tuple[DispatcherSpec, ...] | tuple[RunnerSpec, ...]) -> str:
+    """`deepep.normal, .low_latency`; a bare name stands for every unfused format."""
+    listed = []
+    for name in dict.fromkeys(part.name for part in parts):
+        own = [part for part in parts if part.name == name]
+        everywhere = {part.format for part in own} == {word for word in FORMATS if word != "fused"}
+        suffixes = [part.short_name.removeprefix(name) for part in own]
+        listed += [name] if everywhere else [f"{name}{suffixes[0]}", *suffixes[1:]]
+    return ", ".join(listed)
+
+
+def _print(backends: list[Backend], environment: Environment, probed: bool, verbose: bool) -> None:
+    console = stdout()
+    views = _tables(backends, console.width) if backends else [Text("no backend is installed")]
+    for view in views:
+        console.print(view)
+    if not probed:
+        console.print("devices were not looked at: ready means that the required packages are installed", style="dim")
+    if verbose:
+        console.print(Group(*(_details(backend) for backend in backends)))
+        console.print()
+        console.print(machine_fields(environment))
+
+
+def _tables(backends: list[Backend], width: int) -> list[RenderableType]:
+    """One table, or two where the status would get too few columns to be read."""
+    names = [_cells(backend) for backend in backends]
+    statuses = [backend.summary for backend in backends]
+    left = width - _STATUS_WIDTH
+    if _width(_HEADERS, _one_per_line(names)) > left:
+        short = [(cells[0], status) for cells, status in zip(names, statuses, strict=True)]
+        shown = names if _width(_HEADERS, names) <= width else _one_per_line(names)
+        return [_table((_HEADERS[0], "STATUS"), short), Text(), _table(_HEADERS, shown)]
+    shown = names if _width(_HEADERS, names) <= left else _one_per_line(names)
+    rows = [(*cells, status) for cells, status in zip(shown, statuses, strict=True)]
+    return [_table((*_HEADERS, "STATUS"), rows)]
+
+
+def _one_per_line(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """A name that is broken in two can be neither found nor copied."""
+    return [tuple(cell.replace(", ", ",\n") for cell in row) for row in rows]
+
+
+def _width(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> int:
+    """Columns of a table, with the gap after it, when nothing in it wraps."""
+    return sum(2 + max(map(len, "\n".join(column).splitlines())) for column in zip(headers, *rows, strict=True))
+
+
+def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    result = table(*headers)
+    for row in rows:
+        result.add_row(*row[:-1], verdict(row[-1]) if headers[-1] == "STATUS" else row[-1])
+    return result
+
+
+def _cells(backend: Backend) -> tuple[str, ...]:
+    spec = backend.spec
+    parts = (_names(spec.dispatchers), _names(spec.runners)) if spec else ("", "")
+    return tuple(cell or "-" for cell in (backend.found.name, backend.found.version, _devices(spec), *parts))
+
+
+def _details(backend: Backend) -> Group:
+    found = backend.found
+    rows = {
+        "origin": f"{found.distribution} {found.version}, entry point {found.value}".removeprefix(" , "),
+        "metadata": found.location,
+        "about": backend.spec.description if backend.spec else "",
+        "hooks": ", ".join(backend.hooks),
+    }
+    for part, reasons in backend.reasons.items():
+        rows[part] = "\n".join(map(str, reasons)) or "yes"
+    trace = Text(backend.failure.traceback.rstrip()) if backend.failure else Text()
+    return Group(Text(f"\n{found.name}", style="bold"), fields(rows), *([trace] if trace else []))
+
+
+def _json(backends: list[Backend], environment: Environment, probed: bool) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "hook_api": HOOK_API,
+        "probed": probed,
+        "environment": environment.to_json(),
+        "backends": [_backend_json(backend) for backend in backends],
+    }
+
+
+def _backend_json(backend: Backend) -> dict[str, Any]:
+    found, spec = backend.found, backend.spec
+    return {
+        "name": found.name,
+        "status": backend.status,
+        "problem": backend.problem,
+        "distribution": found.distribution,
+        "version": found.version,
+        "entry_point": found.value,
+        "location": found.location,
+        "description": spec.description if spec else "",
+        "hooks": list(backend.hooks),
+        "dispatchers": [_part_json(backend, part) for part in (spec.dispatchers if spec else ())],
+        "runners": [_part_json(backend, part) for part in (spec.runners if spec else ())],
+        "error": str(backend.failure) if backend.failure else "",
+        "traceback": backend.failure.traceback if backend.failure else "",
+    }
+
+
+def _part_json(backend: Backend, part: DispatcherSpec | RunnerSpec) -> dict[str, Any]:
+    return {
+        "name": part.short_name,
+        "format": part.format,
+        "devices": list(part.devices),
+        "archs": list(part.archs),
+        "reasons": [attrs.asdict(reason) for reason in backend.reasons[part.short_name]],
+    }

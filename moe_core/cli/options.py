@@ -1,0 +1,27 @@
+"""Options that several commands share, and how a closed word is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from moe_core.errors import UnknownNameError
+
+A2aBackend = Annotated[
+    str | None,
+    typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: none, deepep, deepep.normal, plugin:name."),
+]
+RunnerBackend = Annotated[
+    str | None, typer.Option("--runner-backend", metavar="NAME", help="Pin the runner: torch, deep_gemm, plugin:name.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
+
+
+def known_word(kind: str, word: str, words: Iterable[str]) -> str:
+    """`word` if it is one of `words`; raises `UnknownNameError` with did-you-mean otherwise."""
+    known = tuple(words)
+    if word not in known:
+        raise UnknownNameError(kind, word, known)
+    return word

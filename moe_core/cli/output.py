@@ -1,0 +1,81 @@
+"""Where the commands print: results on stdout, everything else on stderr.
+
+Rich leaves colours away and takes 80 columns when its output is no terminal, so a piped table is plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def stdout() -> Console:
+    """The console for results. Made per call: tests and pipes replace `sys.stdout`."""
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+
+
+def stderr() -> Console:
+    """The console for progress and errors."""
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+
+
+def table(*headers: str, title: str | None = None) -> Table:
+    """A borderless table whose cells wrap; words that are longer than their column are cut, never lost."""
+    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        result.add_column(header, overflow="fold")
+    return result
+
+
+def fields(rows: dict[str, str]) -> Table:
+    """Label and text, one pair per row, the texts wrapping in their own column; empty texts are left out."""
+    result = Table.grid(padding=(0, 2))
+    result.add_column(no_wrap=True, style="bold")
+    result.add_column(overflow="fold")
+    for label, text in rows.items():
+        if text:
+            result.add_row(label, text)
+    return result
+
+
+def verdict(word: str) -> Text:
+    """A word coloured by what it says: `ready` and `yes` green, `failed`, `conflict` and `no` red, others yellow."""
+    first = word.partition(":")[0].split(" ")[0]
+    style = {"ready": "green", "yes": "green", "failed": "red", "conflict": "red", "no": "red"}.get(first, "yellow")
+    text = Text(word)
+    text.stylize(style, 0, len(first))
+    return text
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON document on stdout, and nothing else."""
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_error(message: str, label: str = "error") -> None:
+    """A message on stderr; wrapped on a terminal only, so that logs keep one reason per line."""
+    console = stderr()
+    first, *rest = f"{label}: {message}".splitlines()
+    for line in (first, *rest):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        pieces = textwrap.wrap(line, console.width, subsequent_indent=indent) if console.is_terminal else [line]
+        for piece in pieces or [""]:
+            console.print(piece, soft_wrap=True, style={"error": "red", "warning": "yellow"}[label])
+
+
+@contextmanager
+def stage(title: str) -> Iterator[None]:
+    """Show a spinner on stderr while a step runs (on a terminal), and then how long it took."""
+    console, start = stderr(), time.perf_counter()
+    with console.status(f"{title} ..."):
+        yield
+    console.print(f"{title}: {time.perf_counter() - start:.1f} s", style="dim")

@@ -1,0 +1,90 @@
+"""From the options of `moe-core resolve` to layer requests: by sizes, or by a model's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import typer
+
+from moe_core.activation import GEGLU, GEGLU_TANH, RELU2, SWIGLU, SWIGLU_OAI
+from moe_core.cli.options import known_word
+from moe_core.deprecated import bf16_dispatch_requested
+from moe_core.errors import SpecError
+from moe_core.model_config import LayerGroup, layer_groups, read_config
+from moe_core.quant import SCHEMES
+from moe_core.request import LayerRequest, Workload
+from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES
+
+#: Sizes of a layer that is not described: those of Qwen3-30B-A3B.
+DEFAULTS: dict[str, Any] = {
+    "num_experts": 128,
+    "top_k": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "activation": "silu",
+    "bias": False,
+}
+ACTIVATIONS = {
+    "silu": SWIGLU,
+    "gelu": GEGLU,
+    "gelu_tanh": GEGLU_TANH,
+    "swiglu_oai": SWIGLU_OAI,
+    "relu2": RELU2,
+}
+
+
+def requested_groups(
+    model: Path | None, layer: Mapping[str, Any], dtype: str | None, quant: str | None, shared: Mapping[str, Any]
+) -> tuple[LayerGroup, ...]:
+    """What to resolve: the groups of a model, or one group without layer numbers.
+
+    Args:
+        model: Folder or `config.json`, None for a layer by sizes.
+        layer: The options of `DEFAULTS`, None where not given.
+        dtype: Layer dtype, None for the model's or bf16.
+        quant: Name of a quantization scheme, None for the model's or none.
+        shared: Further fields of every `LayerRequest`: parallelism, workloads, pins.
+    """
+    if dtype is not None:
+        known_word("dtype", dtype, FLOAT_DTYPES)
+    scheme = SCHEMES[known_word("quantization scheme", quant, SCHEMES)] if quant is not None else None
+    if shared["dispatch_dtype"] is not None:
+        known_word("dispatch dtype", shared["dispatch_dtype"], TOKEN_DTYPES)
+    variable = bf16_dispatch_requested(os.environ, shared["dispatch_dtype"])
+    shared = {**shared, "bf16_dispatch_variable": variable}
+    given = {name: value for name, value in layer.items() if value is not None}
+    if model is not None:
+        if given:
+            raise typer.BadParameter(f"{', '.join(_option(name) for name in given)} cannot be combined with --model")
+        groups = layer_groups(read_config(model), dtype=dtype, quant=scheme)
+        return tuple(attrs.evolve(group, request=attrs.evolve(group.request, **shared)) for group in groups)
+    fields = {**DEFAULTS, **given, **shared, "dtype": dtype or "bf16"}
+    fields["activation"] = ACTIVATIONS[known_word("activation", fields["activation"], ACTIVATIONS)]
+    if scheme is not None:
+        fields["quant"] = scheme
+        if dtype is None and scheme.weight_dtype in FLOAT_DTYPES:
+            fields["dtype"] = scheme.weight_dtype
+    return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def workloads(words: Sequence[str]) -> tuple[Workload, ...]:
+    """Workloads from `phase[:max_tokens][:graph]` words; one for any phase if there are none."""
+    return tuple(map(_workload, words)) or (Workload(),)
+
+
+def _workload(word: str) -> Workload:
+    phase, *rest = word.split(":")
+    known_word("workload phase", phase, PHASES)
+    graph = "graph" in rest
+    numbers = [part for part in rest if part != "graph"]
+    if len(numbers) > 1 or not all(number.isdecimal() for number in numbers):
+        raise SpecError(f"workload {word!r}: expected phase[:max_tokens][:graph], for example decode:128:graph")
+    return Workload(phase=phase, max_tokens=int(numbers[0]) if numbers else None, graph_capture=graph)

@@ -1,0 +1,210 @@
+"""`moe-core resolve`: which combination a layer or a model would get, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
+from moe_core.cli.output import print_error, print_json, stdout
+from moe_core.cli.plan_view import decision_view, machine_view, plan_view
+from moe_core.cli.requests import ACTIVATIONS, DEFAULTS, requested_groups, workloads
+from moe_core.decision import Decision
+from moe_core.environment import PRESETS, load_environment, probe_environment
+from moe_core.errors import ResolutionError
+from moe_core.manager import default_manager
+from moe_core.model_config import LayerGroup
+from moe_core.plan import MoEPlan
+from moe_core.planner import make_plan
+from moe_core.quant import SCHEMES
+from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
+
+SCHEMA = 1
+
+
+def _layer_option(name: str, what: str) -> Any:
+    return typer.Option(help=what, show_default=str(DEFAULTS[name]))
+
+
+@attrs.frozen(kw_only=True)
+class Resolved:
+    """One group of equal layers with its plan, or the error why it has none."""
+
+    group: LayerGroup
+    decision: Decision
+    plan: MoEPlan | None
+    error: str = ""
+
+
+def resolve(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json."),
+    ] = None,
+    num_experts: Annotated[int | None, _layer_option("num_experts", "Experts over all ranks.")] = None,
+    top_k: Annotated[int | None, _layer_option("top_k", "Experts per token.")] = None,
+    hidden_size: Annotated[int | None, _layer_option("hidden_size", "Size of a token, H.")] = None,
+    intermediate_size: Annotated[int | None, _layer_option("intermediate_size", "I of one expert, before TP.")] = None,
+    activation: Annotated[str | None, _layer_option("activation", f"One of {', '.join(ACTIVATIONS)}.")] = None,
+    bias: Annotated[bool | None, typer.Option("--bias", help="Experts have biases.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.",
+            show_default="the model's, or bf16",
+        ),
+    ] = None,
+    quant_scheme: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Scheme of the weights: {', '.join(SCHEMES)}.",
+            show_default="the model's, or unquantized",
+        ),
+    ] = None,
+    ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    tp_size: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    token_placement: Annotated[
+        str,
+        typer.Option(help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}."),
+    ] = "distributed",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PHASE[:MAX][:graph]",
+            help=f"A kind of forward ({', '.join(PHASES)}), its most tokens per rank, and whether it is captured "
+            "into a device graph; may be repeated.",
+        ),
+    ] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for repeatable bits.")] = False,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"Decide for this machine: {', '.join(PRESETS)}, or a JSON file.",
+            show_default="this machine, probed",
+        ),
+    ] = None,
+    a2a_backend: A2aBackend = None,
+    runner_backend: RunnerBackend = None,
+    dispatch_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Pin the dispatch dtype: {', '.join(TOKEN_DTYPES)}."),
+    ] = None,
+    prefer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Rank this first; may be repeated."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Never use this; may be repeated."),
+    ] = None,
+    allow_fallback: Annotated[
+        bool,
+        typer.Option("--allow-fallback", help="Let another combination replace a pinned one."),
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse adjustments of a pinned dispatch dtype."),
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Add everything that was considered.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Choose the backends of a layer or of every MoE layer of a model, and say why.
+
+    Without sizes and without a model, the layer is one of Qwen3-30B-A3B.
+    """
+    layer = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "activation": activation,
+        "bias": bias,
+    }
+    shared = {
+        "ep_size": ep_size,
+        "tp_size": tp_size,
+        "token_placement": known_word("token placement", token_placement, TOKEN_PLACEMENTS),
+        "workloads": workloads(workload or ()),
+        "deterministic": deterministic,
+        "a2a_backend": a2a_backend,
+        "runner_backend": runner_backend,
+        "dispatch_dtype": dispatch_dtype,
+        "prefer": prefer or (),
+        "exclude": exclude or (),
+        "allow_fallback": allow_fallback,
+        "strict": strict,
+    }
+    groups = requested_groups(model, layer, dtype, quant_scheme, shared)
+    manager = default_manager()
+    machine = load_environment(environment) if environment else probe_environment(manager.modules_required())
+    results = []
+    for group in groups:
+        try:
+            plan, decision = make_plan(manager, group.request, machine)
+            results.append(Resolved(group=group, decision=decision, plan=plan))
+        except ResolutionError as error:
+            if error.decision is None:
+                raise
+            results.append(Resolved(group=group, decision=error.decision, plan=None, error=str(error)))
+    _show(results, explain, as_json)
+    errors = dict.fromkeys(result.error for result in results if result.error)
+    for message in errors:
+        print_error(message)
+    if errors:
+        raise typer.Exit(1)
+
+
+def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "schema": SCHEMA,
+                "feasible": all(result.plan for result in results),
+                "groups": [_json(result) for result in results],
+            }
+        )
+        return
+    console = stdout()
+    if explain or any(result.plan for result in results):
+        console.print(machine_view(results[0].decision))
+    for result in results:
+        if explain:
+            console.print(decision_view(result.group, result.decision))
+        if result.plan:
+            console.print(plan_view(result.group.layers, result.plan))
+
+
+def _json(result: Resolved) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "layers": list(result.group.layers),
+        "plan": None
+        if plan is None
+        else {
+            "routes": [
+                {
+                    "phase": route.phase,
+                    "max_tokens": route.max_tokens,
+                    "dispatcher": route.dispatcher.full_name if route.dispatcher else None,
+                    "runner": route.runner.full_name,
+                    "dispatch_dtype": str(route.token_dtype),
+                    "dtype_rule": route.dtype_rule,
+                    "dtype_requested": route.dtype_requested,
+                    "row_alignment": route.row_alignment,
+                    "selected_by": route.selected_by,
+                }
+                for route in plan.routes
+            ],
+            "weight_layout": plan.weight_layout,
+            "output_is_complete": plan.output_is_complete,
+            "notes": list(plan.notes),
+        },
+        "decision": result.decision.to_json(),
+        "error": result.error,
+    }

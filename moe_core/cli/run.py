@@ -1,0 +1,148 @@
+"""`moe-core run`: generate text with a model whose experts run through moe-core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
+from moe_core.cli.output import fields, stage, stdout
+from moe_core.cli.plan_view import layer_ranges, plan_view
+from moe_core.errors import SpecError
+from moe_core.model_config import read_config
+from moe_core.plan import MoEPlan
+from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_core.cli.text_codec import TextCodec
+
+#: Models up to this many parameters are compared with eager unless told otherwise.
+SMALL_MODEL = 2_000_000_000
+_LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
+
+
+def run(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of a Hugging Face MoE model.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also measure perplexity on this UTF-8 text file.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window of that text.")] = 256,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Dtype of the weights: {', '.join(FLOAT_DTYPES)}.", show_default="the checkpoint's"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device type, for example cpu or cuda.", show_default="the accelerator, else cpu"),
+    ] = None,
+    compare_eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare-eager/--no-compare-eager",
+            help="Compare the prompt's logits with transformers' eager experts.",
+            show_default=f"up to {SMALL_MODEL // 10**9} billion parameters",
+        ),
+    ] = None,
+    a2a_backend: A2aBackend = None,
+    runner_backend: RunnerBackend = None,
+    verbose: Verbose = False,
+) -> None:
+    """Load a Hugging Face MoE model, run its experts through moe-core, and generate text greedily."""
+    if dtype is not None:
+        known_word("dtype", dtype, FLOAT_DTYPES)
+    if device is not None:
+        known_word("device type", device, DEVICE_TYPES)
+    if not model.is_dir():
+        raise SpecError(f"no model at {model}: expected a folder with a config.json and weights")
+    read_config(model)
+    sample = None if text is None else _read(text)
+    from moe_core.cli import generation, model_loading
+    from moe_core.cli.text_codec import load_codec
+
+    with stage("loading"):
+        network = model_loading.load_model(model, dtype, device)
+        codec = load_codec(model, int(network.config.get_text_config().vocab_size))
+    ids = codec.encode(prompt)
+    if not ids:
+        raise SpecError("the prompt is empty; give at least one token to continue")
+    compare = network.num_parameters() <= SMALL_MODEL if compare_eager is None else compare_eager
+    reference = None
+    if compare:
+        # Before preparing: a layout of its own may take the place of the weights that eager reads.
+        with stage("eager reference"):
+            reference = generation.prompt_logits(network, ids)
+    with stage("preparing experts"):
+        bound = model_loading.prepare_experts(network, a2a_backend, runner_backend)
+    _print_plans({name: experts.plan for name, experts in bound.items()})
+    # The first forward compiles and allocates; the figures below are of the second.
+    with stage("warm-up"):
+        logits = generation.prompt_logits(network, ids)
+    with stage("generating"):
+        generated = generation.generate(network, ids, max_new_tokens)
+    rows = _figures(generated, codec, network)
+    if reference is not None:
+        rows["difference"] = _difference(logits, reference)
+    if sample is not None:
+        with stage("perplexity"):
+            tokens = codec.encode(sample)
+            measured = generation.perplexity(network, tokens, len(sample.encode("utf-8")), window)
+        rows["perplexity"] = (
+            f"{measured.per_byte:.3f} per byte, {measured.per_token:.3f} per token "
+            f"({measured.predicted_tokens} tokens of {text}, windows of {window})"
+        )
+    console = stdout()
+    console.print("\ntext", style="bold")
+    console.print(f"{prompt}{codec.decode(generated.ids)}", soft_wrap=not console.is_terminal)
+    console.print("\nfigures", style="bold")
+    console.print(fields({f"  {label}": value for label, value in rows.items()}))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error
+
+
+def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
+    """Every plan once, with the layers that share it."""
+    groups: list[tuple[MoEPlan, list[str]]] = []
+    for name, plan in plans.items():
+        names = next((names for known, names in groups if known == plan), None)
+        if names is None:
+            groups.append((plan, [name]))
+        else:
+            names.append(name)
+    for plan, names in groups:
+        found = [_LAYER_INDEX.search(name) for name in names]
+        layers = sorted(int(match[1]) for match in found if match)
+        title = layer_ranges(layers) if len(layers) == len(names) else ", ".join(names)
+        stdout().print(plan_view(layers, plan, title))
+
+
+def _figures(generated: Any, codec: TextCodec, network: Any) -> dict[str, str]:
+    decode = generated.decode_rate
+    return {
+        "model": f"{type(network).__name__}, {network.num_parameters() / 1e6:.1f} M parameters, "
+        f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {codec.name}",
+        "prefill": f"{generated.prefill_rate:.1f} tokens/s ({generated.prefill_tokens} tokens)",
+        "decode": "no token decoded" if decode is None else f"{decode:.1f} tokens/s ({len(generated.ids) - 1} tokens)",
+    }
+
+
+def _difference(logits: Tensor, reference: Tensor) -> str:
+    from moe_core.cli.generation import difference
+
+    largest, magnitude, same = difference(logits, reference)
+    return (
+        f"largest difference from eager {largest:.2e} (logits up to {magnitude:.1f}); "
+        f"same top token at {same} of {len(reference)} positions"
+    )

@@ -1,0 +1,41 @@
+"""The names in a request: one that means nothing is an error, not a preference that never applies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_core.decision import PluginReport
+from moe_core.errors import UnknownNameError
+from moe_core.request import LayerRequest
+from moe_core.specs import DeclaredDispatcher, DeclaredRunner, answers_to
+
+
+def check_names(
+    declared: Sequence[DeclaredDispatcher | DeclaredRunner], request: LayerRequest, reports: Sequence[PluginReport]
+) -> None:
+    """Raise `UnknownNameError` for a pin, prefer or exclude that names nothing declared or discovered."""
+    dispatchers = [d for d in declared if isinstance(d, DeclaredDispatcher)]
+    runners = [d for d in declared if isinstance(d, DeclaredRunner)]
+    a2a_names = {d.spec.name for d in dispatchers} | {d.spec.a2a for d in runners if d.spec.a2a}
+    for pin in (request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)):
+        if pin is not None and pin not in a2a_names and not any(answers_to(pin, d) for d in dispatchers):
+            fits = _joins(dispatchers, runners, request.runner_backend)
+            raise UnknownNameError("a2a backend", pin, a2a_names, hint=f"{fits}{_failed_hint(reports)}")
+    if request.runner_backend is not None and not any(answers_to(request.runner_backend, d) for d in runners):
+        names = {d.spec.name for d in runners}
+        raise UnknownNameError("runner backend", request.runner_backend, names, hint=_failed_hint(reports))
+    everything = a2a_names | {name for d in declared for name in (d.plugin, d.spec.name)} | {r.name for r in reports}
+    for name in (*request.prefer, *request.exclude):
+        if name not in everything and not any(answers_to(name, d) for d in declared):
+            raise UnknownNameError("backend", name, everything, hint=_failed_hint(reports))
+
+
+def _joins(dispatchers: list[DeclaredDispatcher], runners: list[DeclaredRunner], pin: str | None) -> str:
+    formats = {runner.spec.format for runner in runners if pin is not None and answers_to(pin, runner)}
+    fitting = sorted({d.spec.short_name for d in dispatchers if d.spec.format in formats})
+    return f"Runner {pin!r} can be joined to: {', '.join(fitting) or 'nothing'}. " if pin is not None else ""
+
+
+def _failed_hint(reports: Sequence[PluginReport]) -> str:
+    failed = [f"{report.name} ({report.error.splitlines()[-1]})" for report in reports if report.error]
+    return f"Plugins that failed to load: {'; '.join(failed)}." if failed else ""

@@ -1,0 +1,79 @@
+"""Whether a module may become a plugin, and whether what it declares fits the hooks it implements.
+
+pluggy accepts much of this silently; here it is an error at registration, not a wrong call at load time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pluggy
+
+from moe_core import hookspecs
+from moe_core.errors import PluginError
+from moe_core.hookspecs import PROJECT
+from moe_core.specs import HOOK_API, PluginSpec
+
+#: Every hook, in the order of the manual.
+HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec"))
+SELECT_HOOKS = ("select_dispatcher", "select_output_dtype")
+#: What a plugin that declares runners must implement.
+RUNNER_HOOKS = ("process_weights_after_loading", "fused_experts")
+
+_VARIABLE_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def check_module(module: object) -> types.ModuleType:
+    """Raise `PluginError` unless `module` is a module whose functions called like hooks are marked as such."""
+    if not isinstance(module, types.ModuleType):
+        raise PluginError(f"a plugin is a module, got {type(module).__name__}")
+    for name in HOOKS:
+        value = vars(module).get(name)
+        if value is not None and not hasattr(value, f"{PROJECT}_impl") and not hasattr(value, f"{PROJECT}_spec"):
+            raise PluginError(f"{name} is not marked with @hookimpl")
+    return module
+
+
+def check_implementation(hook: str, implementation: pluggy.HookImpl) -> None:
+    """Raise `PluginError` unless this can be called with the hook's arguments by name."""
+    if implementation.wrapper or implementation.hookwrapper:
+        raise PluginError(f"hook {hook}: wrappers are not supported; hooks are asked plugin by plugin")
+    # Read from the code object: resolving a signature may evaluate annotations that only type checkers see.
+    code = getattr(inspect.unwrap(implementation.function), "__code__", None)
+    optional = bool(implementation.kwargnames) or (code is not None and code.co_kwonlyargcount > 0)
+    if optional or (code is not None and code.co_flags & _VARIABLE_ARGUMENTS):
+        raise PluginError(f"hook {hook}: arguments must be named, positional and without defaults")
+
+
+def read_declaration(name: str, implementations: Mapping[str, Callable[..., Any]]) -> PluginSpec:
+    """Ask a plugin for its declaration and check it.
+
+    Args:
+        name: The plugin's name.
+        implementations: Hook name -> the plugin's implementation.
+    """
+    declare = implementations.get("declare_backends")
+    if declare is None:
+        if any(hook in implementations for hook in SELECT_HOOKS):
+            return PluginSpec(name=name, hook_api=HOOK_API, description="policy")
+        raise PluginError("hook declare_backends is missing, and it implements no select hook either")
+    spec = declare()
+    if not isinstance(spec, PluginSpec):
+        raise PluginError(f"declare_backends returned {type(spec).__name__}, expected PluginSpec")
+    if spec.hook_api != HOOK_API:
+        newer = spec.hook_api > HOOK_API
+        advice = "install a newer moe-core or an older plugin" if newer else "install a newer plugin"
+        raise PluginError(f"it declares hook API {spec.hook_api}, this moe-core speaks {HOOK_API}; {advice}")
+    if spec.name != name:
+        raise PluginError(f"declare_backends says name {spec.name!r}, the entry point says {name!r}")
+    missing = _missing(RUNNER_HOOKS, implementations) if spec.runners else []
+    if missing:
+        raise PluginError(f"it declares runners but does not implement {' and '.join(missing)}")
+    return spec
+
+
+def _missing(hooks: Iterable[str], implementations: Mapping[str, object]) -> list[str]:
+    return [hook for hook in hooks if hook not in implementations]

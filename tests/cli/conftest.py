@@ -1,0 +1,68 @@
+"""Processes that see this checkout and, if asked, plugins from checked-in metadata folders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_core.cli import main
+from moe_core.manager import default_manager
+
+SITES = Path(__file__).parent / "sites"
+ROOT = Path(__file__).parents[2]
+
+Finished = subprocess.CompletedProcess[str]
+Command = Callable[..., Finished]
+
+
+def _run(arguments: list[str], sites: tuple[str, ...], **variables: str) -> Finished:
+    path = os.pathsep.join([str(ROOT), *(str(SITES / site) for site in sites)])
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**environ, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def python() -> Command:
+    """Run Python code in a process; `sites` names folders of plugins."""
+    return lambda code, *, sites=(), **variables: _run(["-c", code], sites, **variables)
+
+
+@pytest.fixture(scope="session")
+def moe_core() -> Command:
+    """Run the command line in a process; `sites` names folders of plugins."""
+    return lambda *words, sites=(), **variables: _run(["-m", "moe_core", *words], sites, **variables)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit code, stdout, stderr."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def _call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return _call
+
+
+@pytest.fixture
+def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process sees the vendor-like plugins, and forgets them again."""
+    monkeypatch.syspath_prepend(SITES / "vendors")
+    default_manager.cache_clear()
+    yield
+    default_manager.cache_clear()

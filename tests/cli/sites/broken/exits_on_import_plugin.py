@@ -1,0 +1,7 @@
+"""A plugin that ends the interpreter."""
+
+from __future__ import annotations
+
+import sys
+
+sys.exit(3)

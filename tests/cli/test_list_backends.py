@@ -1,0 +1,125 @@
+"""`moe-core list-backends` with working, unavailable and broken plugins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_core.cli import list_backends
+from moe_core.environment import PRESETS
+
+pytestmark = pytest.mark.error_path
+
+NOT_PROBED = ("list-backends", "--no-probe")
+
+
+@pytest.fixture(scope="module")
+def broken(moe_core):
+    return moe_core(*NOT_PROBED, "--strict", "-v", sites=("broken", "vendors"))
+
+
+def _backends(result):
+    document = json.loads(result.stdout)
+    assert document["schema"] == 1
+    return {backend["name"]: backend for backend in document["backends"]}
+
+
+def test_the_built_in_plugin_is_ready(moe_core):
+    result = moe_core(*NOT_PROBED)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    header, row, note = result.stdout.splitlines()
+    assert header.split() == ["NAME", "VERSION", "DEVICE", "DISPATCHERS", "RUNNERS", "STATUS"]
+    assert row.split() == ["torch", row.split()[1], "any", "none,", "torch_alltoall", "torch", "ready"]
+    assert "not looked at" in note
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_tables_fit_and_lose_nothing(moe_core, columns):
+    result = moe_core(*NOT_PROBED, sites=("broken", "vendors"), COLUMNS=str(columns), NO_COLOR="1")
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    words = result.stdout.replace("\n", " ").split()
+    for name in (
+        "flashinfer_cutedsl.masked",
+        "deep_gemm.contiguous,",
+        ".low_latency",
+        "'a_module_that_does_not_exist'",
+    ):
+        assert name in words
+
+
+def test_a_terminal_gets_colours(moe_core):
+    assert "\x1b" in moe_core(*NOT_PROBED, FORCE_COLOR="1").stdout
+
+
+def test_strict_fails_and_names_the_broken_plugins(broken):
+    assert broken.returncode == 1
+    assert broken.stderr.splitlines()[-1] == (
+        "error: failed plugins: exits, import_fails, other_api, twin; see moe-core list-backends -v"
+    )
+
+
+def test_broken_plugins_do_not_matter_without_strict(moe_core):
+    assert moe_core(*NOT_PROBED, sites=("broken",)).returncode == 0
+
+
+def test_verbose_shows_origin_hooks_reasons_and_tracebacks(broken):
+    text = broken.stdout
+    for expected in (
+        "fails_on_import-1.0.dist-info",
+        "vendor-gemm 0.2.0, entry point vendor_gemm_plugin",
+        "declare_backends, process_weights_after_loading",
+        "package: needs deep_ep, found not installed",
+        "Traceback (most recent call last)",
+        "import a_module_that_does_not_exist",
+        "SystemExit: 3",
+    ):
+        assert " ".join(expected.split()) in " ".join(text.split()).replace("dis t-info", "dist-info")
+
+
+def test_json_lists_every_plugin(moe_core):
+    backends = _backends(moe_core(*NOT_PROBED, "--json", sites=("broken", "vendors")))
+    assert {name: backend["status"] for name, backend in backends.items()} == {
+        "torch": "ready",
+        "cuda_deepgemm": "unavailable",
+        "flashinfer_cutedsl": "ready",
+        "exits": "failed",
+        "import_fails": "failed",
+        "other_api": "failed",
+        "twin": "conflict",
+    }
+    gemm = backends["cuda_deepgemm"]
+    assert gemm["problem"] == "deep_ep, deep_gemm >= 2.5 not installed"
+    assert gemm["distribution"] == "vendor-gemm"
+    assert [part["name"] for part in gemm["dispatchers"]] == ["deepep.normal", "deepep.low_latency"]
+    assert [reason["code"] for reason in gemm["dispatchers"][0]["reasons"]] == ["package", "package"]
+    assert "ModuleNotFoundError" in backends["import_fails"]["traceback"]
+    assert "hook API 2" in backends["other_api"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "gemm", "fp4"),
+    [
+        ("cpu", "unavailable: device: needs cuda, found cpu", "unavailable: device: needs cuda, found cpu"),
+        ("h100", "ready", "unavailable: arch: needs sm100 or sm103, found sm90"),
+        ("b200", "ready", "ready"),
+        ("ascend-a3", "unavailable: device: needs cuda, found npu", "unavailable: device: needs cuda, found npu"),
+    ],
+)
+def test_status_on_a_machine(call, monkeypatch, with_vendors, preset, gemm, fp4):
+    monkeypatch.setattr(list_backends, "probe_environment", lambda modules: PRESETS[preset])
+    code, out, _ = call("list-backends", "--json")
+    assert code == 0
+    status = {b["name"]: ": ".join(filter(None, (b["status"], b["problem"]))) for b in json.loads(out)["backends"]}
+    assert (status["cuda_deepgemm"], status["flashinfer_cutedsl"]) == (gemm, fp4)
+
+
+def test_a_plugin_that_is_ready_in_part_says_what_is_missing(call, monkeypatch, with_vendors):
+    h100 = PRESETS["h100"]
+    without = [pair for pair in h100.packages if pair[0] != "deep_ep"]
+    machine = type(h100)(device_type="cuda", arch="sm90", packages=without)
+    monkeypatch.setattr(list_backends, "probe_environment", lambda modules: machine)
+    _, out, _ = call("list-backends")
+    assert "ready but not deepep.normal, deepep.low_latency" in " ".join(out.split())

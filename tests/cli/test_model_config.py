@@ -1,0 +1,170 @@
+"""Model configurations of many families: sizes, which layers have experts, activations, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_core.activation import GEGLU_TANH, RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
+from moe_core.errors import SpecError, UnknownNameError
+from moe_core.model_config import layer_groups, read_config
+from moe_core.quant import FP8_BLOCK128
+
+pytestmark = pytest.mark.error_path
+
+BASE = {
+    "model_type": "some_moe",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+def _with(**changes):
+    config = {**BASE, **changes}
+    return {name: value for name, value in config.items() if value != "removed"}
+
+
+def _only_request(config, **more):
+    (group,) = layer_groups(config, **more)
+    return group.request
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_names_of_the_number_of_experts(name):
+    assert _only_request(_with(**{"num_experts": "removed", name: 12})).num_experts == 12
+
+
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k"])
+def test_names_of_top_k(name):
+    assert _only_request(_with(**{"num_experts_per_tok": "removed", name: 5})).top_k == 5
+
+
+def test_the_experts_own_intermediate_size_wins():
+    assert _only_request(BASE).intermediate_size == 256
+    assert _only_request(_with(moe_intermediate_size=48)).intermediate_size == 48
+
+
+@pytest.mark.parametrize(
+    ("rule", "layers"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"first_k_dense_replace": 2}, (2, 3, 4, 5)),
+        ({"num_dense_layers": 1}, (1, 2, 3, 4, 5)),
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense", "hash_moe", "dense"]}, (1, 2, 4)),
+        ({"layers_block_type": ["mamba", "moe", "attention", "moe"]}, (1, 3)),
+        ({"layers_block_type": ["mamba", "attention"] * 3}, (0, 1, 2, 3, 4, 5)),
+        ({"hybrid_override_pattern": "ME*E"}, (1, 3)),
+        ({"moe_layers": [0, 5], "interleave_moe_layer_step": 3}, (0, 5)),
+        ({"interleave_moe_layer_step": 3}, (2, 5)),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3, 5)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}, (1, 2, 3, 4, 5)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2}, (1, 3)),
+        ({"moe_layer_freq": [0, 1, 1, 0, 0, 1]}, (1, 2, 5)),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (2, 4)),
+    ],
+    ids=str,
+)
+def test_layers_with_experts(rule, layers):
+    (group,) = layer_groups(_with(**rule))
+    assert group.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({}, SWIGLU),
+        ({"hidden_act": "removed", "hidden_activation": "gelu_pytorch_tanh"}, GEGLU_TANH),
+        ({"model_type": "nemotron_h", "mlp_hidden_act": "relu2"}, RELU2),
+        ({"model_type": "lfm2_moe", "hidden_act": "removed"}, SWIGLU),
+        ({"model_type": "deepseek_v4", "swiglu_limit": 10.0}, ActivationSpec(limit=10.0)),
+        (
+            {"model_type": "gpt_oss", "swiglu_limit": 7.0},
+            ActivationSpec(alpha=1.702, limit=7.0, beta=1.0, row_order="interleaved"),
+        ),
+        ({"model_type": "minimax_m3_vl_text"}, SWIGLU_OAI),
+    ],
+    ids=str,
+)
+def test_activations(changes, activation):
+    assert _only_request(_with(**changes)).activation == activation
+
+
+def test_traits_that_only_the_family_tells():
+    assert _only_request(_with(model_type="gpt_oss")).bias
+    assert _only_request(_with(model_type="llama4_text")).weight_on_input
+    assert _only_request(_with(model_type="muse_spark_text")).post_norm
+
+
+def test_the_text_part_of_a_larger_model_is_read():
+    nested = {"model_type": "omni", "thinker_config": {"text_config": BASE}, "hidden_size": 1}
+    assert _only_request(nested).hidden_size == 64
+
+
+def test_sizes_per_layer_make_groups():
+    first, second = layer_groups(_with(moe_topk=[1, 1, 2, 2, 1, 1], num_experts_per_tok="removed"))
+    assert (first.layers, first.request.top_k) == ((0, 1, 4, 5), 1)
+    assert (second.layers, second.request.top_k) == ((2, 3), 2)
+
+
+def test_dtype_and_scheme_can_be_given():
+    assert _only_request(_with(dtype="float16", torch_dtype="removed")).dtype == "fp16"
+    request = _only_request(_with(torch_dtype="removed"), dtype="bf16", quant=FP8_BLOCK128)
+    assert (request.dtype, request.quant.w2) == ("bf16", FP8_BLOCK128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": "removed"}, "none of num_experts, num_local_experts"),
+        ({"num_local_experts": 9}, "contradicts itself"),
+        ({"num_experts": "eight"}, "whole number"),
+        ({"num_experts_per_tok": [1, 2]}, "2 entries, expected one per layer"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"mlp_layer_types": ["dense"] * 6}, "makes every layer dense"),
+        ({"moe_layer_start_index": [1, 2]}, "which layers have experts is not understood"),
+        ({"torch_dtype": "removed"}, "names no dtype"),
+        ({"torch_dtype": "float8_e4m3fn"}, "unknown dtype of the model configuration 'float8_e4m3fn'"),
+        ({"hidden_act": "quick_gelu"}, "unknown activation 'quick_gelu'"),
+        ({"hidden_act": "removed"}, "none of mlp_hidden_act"),
+        ({"swiglu_limit": 7.0}, "it is not known what swiglu_limit mean here"),
+        ({"model_type": "step3p5"}, "its gate cannot be read"),
+        ({"quantization_config": {"quant_method": "of_tomorrow"}}, "of_tomorrow"),
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_is_an_error(changes, message):
+    with pytest.raises((SpecError, UnknownNameError), match=message):
+        layer_groups(_with(**changes))
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"{", "not readable as JSON"), (b"[]", "expected a JSON object")])
+def test_unreadable_files(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(SpecError, match=message):
+        read_config(tmp_path)
+
+
+def test_the_real_configuration_classes_agree(tmp_path):
+    """What transformers itself builds from a written configuration is what is read from it."""
+    transformers = pytest.importorskip("transformers")
+    for name, (layers, sizes) in {
+        "Qwen3MoeConfig": (24, (128, 8, 2048, 768)),
+        "MixtralConfig": (32, (8, 2, 4096, 14336)),
+        "DeepseekV3Config": (58, (256, 8, 7168, 2048)),
+        "Ernie4_5_MoeConfig": (27, (64, 6, 2560, 1536)),
+        "JambaConfig": (16, (16, 2, 4096, 14336)),
+        "GptOssConfig": (36, (128, 4, 2880, 2880)),
+    }.items():
+        getattr(transformers, name)(dtype="bfloat16").save_pretrained(tmp_path)
+        (group,) = layer_groups(read_config(tmp_path))
+        request = group.request
+        found = (request.num_experts, request.top_k, request.hidden_size, request.intermediate_size)
+        assert (len(group.layers), found) == (layers, sizes), json.dumps(read_config(tmp_path))

@@ -1,0 +1,164 @@
+"""`moe-core resolve`: plans, explanations, machines, pins, models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.error_path
+
+ON_CPU = ("resolve", "--environment", "cpu")
+ON_H100 = ("resolve", "--environment", "h100", "--quant-scheme", "fp8_block128", "--ep-size", "8")
+IMPOSSIBLE = (*ON_CPU, "--runner-backend", "deep_gemm")
+
+
+def _words(text):
+    return " ".join(text.split())
+
+
+def test_the_plan_of_the_default_layer(call):
+    code, out, err = call(*ON_CPU)
+    assert (code, err) == (0, "")
+    for expected in (
+        "machine cpu, generic CPU, preset cpu",
+        "asked 128 experts, top-8, H 2048, I 768, bf16, weights bf16, silu-gated",
+        "any torch:none.standard + torch:torch.standard dispatch dtype bf16 (by runner), chosen by rank",
+        "weights layout canonical, prepared by plugin torch",
+    ):
+        assert expected in _words(out)
+
+
+def test_this_machine_is_the_default(call):
+    code, out, _ = call("resolve", "--dtype", "fp32")
+    assert code == 0
+    assert "probed" in out
+
+
+def test_a_machine_from_a_file(call, tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"device_type": "npu", "arch": "a3", "packages": {"torch": "2.13.0"}}))
+    code, out, _ = call("resolve", "--environment", str(file), "--json")
+    environment = json.loads(out)["groups"][0]["decision"]["environment"]
+    assert (code, environment["arch"]) == (0, "a3")
+
+
+def test_sizes_reach_the_request(call):
+    sizes = {"num_experts": 6, "top_k": 3, "hidden_size": 64, "intermediate_size": 48, "ep_size": 2, "tp_size": 3}
+    words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    options = ("--bias", "--activation", "swiglu_oai", "--dtype", "fp16", "--deterministic")
+    code, out, _ = call(*ON_CPU, *words, *options, "--json")
+    (group,) = json.loads(out)["groups"]
+    request = group["decision"]["request"]
+    assert code == 0
+    assert {name: request[name] for name in sizes} == sizes
+    assert (request["bias"], request["dtype"], request["deterministic"]) == (True, "fp16", True)
+    assert request["activation"]["limit"] == 7.0
+    assert group["plan"]["output_is_complete"] is False
+
+
+def test_workloads_get_a_route_each(call):
+    words = ("--workload", "prefill:4096", "--workload", "decode:128")
+    code, out, _ = call(*ON_CPU, *words, "--json")
+    routes = json.loads(out)["groups"][0]["plan"]["routes"]
+    assert code == 0
+    assert [(route["phase"], route["max_tokens"]) for route in routes] == [("decode", 128), ("prefill", 4096)]
+
+
+def test_explain_shows_both_stages_and_the_order(call, with_vendors):
+    code, out, _ = call(*ON_H100, "--explain")
+    assert code == 0
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    first, second, third = (out.index(part) for part in ("1. each spec alone", "2. pairs of", "3. order of"))
+    assert first < second < third < out.index("plan of layer")
+    stage_one = _words(out[first:second].replace("│", ""))
+    assert "arch: needs sm100 or sm103, found sm90" in stage_one
+    assert "limit: needs ep_size" not in stage_one
+    assert "yes cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous" in _words(out[second:third])
+    assert "tie broken by name" in _words(out[third:])
+
+
+@pytest.mark.parametrize("explain", [(), ("--explain",)])
+def test_infeasible(call, with_vendors, explain):
+    code, out, err = call(*IMPOSSIBLE, *explain)
+    assert code == 1
+    assert err.startswith("error: no backend combination fits this layer on cpu")
+    lines = [line.strip() for line in err.splitlines()]
+    assert "cuda_deepgemm:deep_gemm.masked: device: needs cuda, found cpu" in lines
+    assert "Traceback" not in err
+    assert ("1. each spec alone" in out) == bool(explain)
+    assert "plan of" not in out
+
+
+def test_infeasible_as_json(call, with_vendors):
+    code, out, err = call(*IMPOSSIBLE, "--json")
+    document = json.loads(out)
+    assert (code, document["feasible"], document["groups"][0]["plan"]) == (1, False, None)
+    assert document["groups"][0]["error"] in err
+
+
+def test_pins_and_fallback(call, with_vendors):
+    pinned = (*ON_H100, "--a2a-backend", "deepep.low_latency", "--runner-backend", "deep_gemm")
+    code, out, _ = call(*pinned)
+    assert code == 0
+    assert "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked" in _words(out)
+    code, out, err = call(*IMPOSSIBLE, "--allow-fallback")
+    assert (code, err) == (0, "")
+    assert "fallback: asked for runner deep_gemm, kept no pins" in _words(out)
+
+
+def test_a_documented_adjustment_is_said_and_strict_refuses_it(call, with_vendors):
+    pinned = (*ON_H100, "--dispatch-dtype", "int8")
+    code, out, _ = call(*pinned)
+    assert code == 0
+    assert "dispatch dtype fp8/row_128 (by pin, asked for int8)" in _words(out)
+    assert "notes pinned int8 is fp8 on cuda" in _words(out)
+    code, _, err = call(*pinned, "--strict")
+    assert code == 1
+    assert "cuda uses fp8/row_128 instead" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "first"), [(("--prefer", "none.masked"), "masked"), (("--exclude", "none.standard"), "contiguous")]
+)
+def test_prefer_and_exclude(call, option, first):
+    code, out, _ = call(*ON_CPU, *option, "--json")
+    assert code == 0
+    assert json.loads(out)["groups"][0]["plan"]["routes"][0]["dispatcher"] == f"torch:none.{first}"
+
+
+def test_the_deprecated_variable_warns_and_counts(call, monkeypatch):
+    monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", "1")
+    code, out, err = call(*ON_CPU)
+    assert code == 0
+    assert "dispatch dtype bf16 (by variable)" in _words(out)
+    assert err.startswith("warning: environment variable SGLANG_DEEPEP_BF16_DISPATCH is deprecated")
+
+
+def test_a_pinned_plugin_that_failed_raises_its_error(moe_core):
+    result = moe_core(*ON_CPU, "--runner-backend", "import_fails:x", sites=("broken",))
+    assert result.returncode == 1
+    assert "No module named 'a_module_that_does_not_exist'" in result.stderr
+
+
+def test_groups_of_a_model(call, tmp_path):
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 32,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = call(*ON_CPU, "--model", str(tmp_path))
+    assert code == 0
+    assert "plan of layers 0, 2-3" in out
+    assert "8 experts, top-2, H 64, I 32, fp32" in _words(out)
+    code, out, _ = call(*ON_CPU, "--model", str(tmp_path / "config.json"), "--dtype", "bf16", "--json")
+    assert json.loads(out)["groups"][0]["layers"] == [0, 2, 3]

@@ -1,0 +1,212 @@
+"""`moe-core run` on a tiny random model without tokenizer."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_core.cli import generation
+from moe_core.cli.text_codec import ByteCodec, load_codec
+from moe_core.environment import PRESETS
+from moe_core.errors import SpecError
+from moe_core.manager import default_manager
+from moe_core.planner import make_plan
+from moe_core.request import LayerRequest
+
+transformers = pytest.importorskip("transformers")
+
+REQUEST = LayerRequest(num_experts=4, top_k=2, hidden_size=32, intermediate_size=16, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        dtype="float32",
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    target = tmp_path_factory.mktemp("model")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(target)
+    return target
+
+
+@pytest.fixture
+def model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def _wrong_on_purpose(module, hidden_states, top_k_index, top_k_weights):
+    return hidden_states * 0.5
+
+
+@pytest.fixture
+def stub_bridge(monkeypatch):
+    """A bridge whose experts compute something else, so that the command must notice the difference from eager."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    calls = []
+    stub = types.ModuleType("moe_core.integrations.transformers")
+    plan, _ = make_plan(default_manager(), REQUEST, PRESETS["cpu"])
+
+    def prepare(model, **pins):
+        calls.append(pins)
+        names = [name for name, module in model.named_modules() if name.endswith("mlp.experts")]
+        return {name: types.SimpleNamespace(plan=plan) for name in names}
+
+    # Not through its `register`, which nothing undoes.
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "moe_core", _wrong_on_purpose)
+    stub.register = lambda: None
+    stub.prepare = prepare
+    monkeypatch.setitem(sys.modules, "moe_core.integrations.transformers", stub)
+    return calls
+
+
+def _figures(out):
+    return " ".join(out[out.index("figures") :].split())
+
+
+def test_run_prints_plans_text_and_figures(call, folder, stub_bridge, tmp_path):
+    sample = tmp_path / "sample.txt"
+    sample.write_text("é" * 200, encoding="utf-8")
+    words = ("run", "--model", str(folder), "--prompt", "Hello", "--device", "cpu", "--text", str(sample))
+    code, out, err = call(*words, "--max-new-tokens", "5", "--runner-backend", "torch")
+    assert code == 0
+    assert stub_bridge == [{"runner_backend": "torch", "a2a_backend": None}]
+    assert "plan of layers 0, 2\n" in out
+    assert "torch:none.standard + torch:torch.standard" in out
+    assert "\nHello" in out[out.index("text") :]
+    figures = _figures(out)
+    assert "UTF-8 bytes" in figures
+    assert "(5 tokens)" in figures
+    assert "(4 tokens)" in figures
+    assert re.search(r"perplexity \d+\.\d+ per byte, \d+\.\d+ per token \(398 tokens of", figures)
+    for stage in ("loading", "eager reference", "preparing experts", "warm-up", "generating", "perplexity"):
+        assert f"{stage}: " in err
+    assert "Loading weights" not in err
+
+
+def test_a_wrong_result_shows_as_difference_from_eager(call, folder, stub_bridge):
+    code, out, _ = call("run", "--model", str(folder), "--prompt", "Hello", "--device", "cpu", "--max-new-tokens", "1")
+    largest = re.search(r"largest difference from eager ([\d.e+-]+)", _figures(out))
+    assert code == 0
+    assert float(largest[1]) > 1e-3
+    assert "no token decoded" in _figures(out)
+
+
+def test_no_comparison_when_it_is_not_wanted(call, folder, stub_bridge):
+    words = ("run", "--model", str(folder), "--prompt", "Hello", "--device", "cpu", "--no-compare-eager")
+    code, out, err = call(*words, "--max-new-tokens", "2")
+    assert code == 0
+    assert "difference" not in out
+    assert "eager" not in err
+
+
+def test_the_real_bridge_agrees_with_eager(call, folder):
+    pytest.importorskip("moe_core.integrations.transformers")
+    code, out, _ = call("run", "--model", str(folder), "--prompt", "Hello there", "--device", "cpu")
+    figures = _figures(out)
+    assert code == 0
+    # fp32 sums of 16 to 32 products in another order, through three layers: far below 1e-4 at logits of order 1.
+    assert float(re.search(r"largest difference from eager ([\d.e+-]+)", figures)[1]) < 1e-4
+    assert "same top token at 11 of 11 positions" in figures
+
+
+def test_transformers_is_missing(call, folder, monkeypatch):
+    real = importlib.import_module
+
+    def without(name, package=None):
+        if name == "transformers":
+            raise ModuleNotFoundError("No module named 'transformers'")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    code, out, err = call("run", "--model", str(folder), "--prompt", "a")
+    assert (code, out) == (1, "")
+    assert "pip install 'moe-core[transformers]'" in err
+
+
+def test_a_folder_without_weights(call, folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    code, _, err = call("run", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu")
+    assert code == 1
+    assert f"error: model {tmp_path} cannot be loaded" in err
+
+
+def test_a_dense_model(call, tmp_path):
+    pytest.importorskip("moe_core.integrations.transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    code, _, err = call("run", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu")
+    assert code == 1
+    assert "LlamaForCausalLM" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--prompt", ""), "the prompt is empty"), (("--prompt", "a", "--text", "/no/file"), "/no/file: not readable")],
+)
+def test_bad_texts(call, folder, words, message):
+    code, _, err = call("run", "--model", str(folder), "--device", "cpu", *words)
+    assert code == 2
+    assert message in err
+
+
+def test_greedy_generation_is_what_transformers_generates(model):
+    ids = list(b"The quick brown fox")
+    own = generation.generate(model, ids, 8)
+    theirs = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
+    assert list(own.ids) == theirs[0, len(ids) :].tolist()
+    assert own.prefill_tokens == len(ids)
+
+
+def test_generation_stops_at_an_end_token(model):
+    ids = list(b"The quick brown fox")
+    first, second, *_ = generation.generate(model, ids, 8).ids
+    model.generation_config.eos_token_id = [second]
+    assert generation.generate(model, ids, 8).ids == (first, second)
+
+
+def test_perplexity_of_a_model_that_knows_nothing(model):
+    torch.nn.init.zeros_(model.lm_head.weight)
+    ids = list(range(100))
+    measured = generation.perplexity(model, ids, num_bytes=200, window=30)
+    assert measured.predicted_tokens == 96
+    assert measured.per_token == pytest.approx(256, rel=1e-5)
+    assert measured.per_byte == pytest.approx(16, rel=1e-5)
+    with pytest.raises(SpecError, match="at least 2"):
+        generation.perplexity(model, [1], num_bytes=1, window=30)
+
+
+def test_bytes_as_tokens(folder):
+    codec = load_codec(folder, 256)
+    assert codec.encode("aé") == [97, 0xC3, 0xA9]
+    assert ByteCodec().decode([97, 0xC3, 300, 98]) == "a��b"
+    with pytest.raises(SpecError, match="too few for bytes"):
+        load_codec(folder, 100)
+
+
+def test_perplexity_is_the_loss_that_transformers_computes(model):
+    ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids[None], labels=ids[None]).loss.item()
+    measured = generation.perplexity(model, ids.tolist(), num_bytes=40, window=64)
+    assert measured.per_token == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-4)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_core.discovery import Failed, Loaded, find, load
+from moe_core.errors import PluginError, UnknownNameError
+from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
+from tests.fakes import expect
+
+GOOD = """
+from moe_core.hookspecs import hookimpl
+from moe_core.specs import PluginSpec
+
+@hookimpl
+def declare_backends():
+    return PluginSpec(name={name!r}, hook_api=1)
+"""
+RE_ENTRANT = """
+from moe_core.manager import default_manager
+default_manager()
+"""
+
+
+class Site:
+    """A folder on the path with distributions in it, as an installer would leave them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        folder.mkdir()
+        monkeypatch.syspath_prepend(str(folder))
+
+    def install(
+        self, name: str, module: str, source: str = GOOD, distribution: str = "", suffix: str = "dist-info"
+    ) -> None:
+        distribution = distribution or f"dist-{module.replace('_', '-')}"
+        metadata = self.folder / f"{distribution.replace('-', '_')}-1.2.{suffix}"
+        metadata.mkdir()
+        described = "METADATA" if suffix == "dist-info" else "PKG-INFO"
+        (metadata / described).write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+        (metadata / "entry_points.txt").write_text(f"[moe_core.backends]\n{name} = {module}\n")
+        (self.folder / f"{module}.py").write_text(source.format(name=name))
+        self.monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    default_manager.cache_clear()
+    yield Site(tmp_path / "site", monkeypatch)
+    default_manager.cache_clear()
+
+
+def test_finding_is_sorted_and_imports_nothing(site: Site) -> None:
+    site.install("zeta", "found_zeta")
+    site.install("alpha", "found_alpha")
+    found = [plugin for plugin in find() if plugin.value.startswith("found_")]
+    assert [plugin.name for plugin in found] == ["alpha", "zeta"]
+    assert (found[0].distribution, found[0].version) == ("dist-found-alpha", "1.2")
+    assert str(site.folder) in found[0].location
+    assert not {"found_alpha", "found_zeta"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("second", ["twice-seen", "twice_seen", "Twice.Seen"])
+def test_one_distribution_seen_twice_counts_once(site: Site, tmp_path: Path, second: str) -> None:
+    site.install("twice", "found_twice", distribution="twice-seen")
+    Site(tmp_path / "other", site.monkeypatch).install("twice", "found_twice", distribution=second, suffix="egg-info")
+    assert [plugin.name for plugin in find(["twice"])] == ["twice"]
+
+
+@pytest.mark.error_path
+def test_two_distributions_of_one_name(site: Site) -> None:
+    site.install("toy", "found_one")
+    site.install("toy", "found_two")
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "toy")
+    rows = [(row.distribution, row.status) for row in default_manager().reports()]
+    expect(rows == [("dist-found-one", "conflict"), ("dist-found-two", "conflict")], rows)
+
+
+@pytest.mark.parametrize(("allowed", "names"), [([], []), (["b"], ["b"]), (["b", "a", "b"], ["a", "b"])])
+def test_the_allow_list(site: Site, allowed: list[str], names: list[str]) -> None:
+    site.install("a", "found_a")
+    site.install("b", "found_b")
+    assert [plugin.name for plugin in find(allowed)] == names
+
+
+@pytest.mark.parametrize(("value", "names"), [("", ()), (" a , b,", ("a", "b")), ("a", ("a",))])
+def test_the_allow_list_variable(site: Site, value: str, names: tuple[str, ...]) -> None:
+    site.install("a", "found_a")
+    site.install("b", "found_b")
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, value)
+    assert default_manager().names() == names
+    assert default_manager() is default_manager()
+
+
+@pytest.mark.error_path
+def test_an_unknown_name_in_the_allow_list_is_an_error_and_not_remembered(site: Site) -> None:
+    site.install("deepep", "found_deepep")
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "depep")
+    with pytest.raises(UnknownNameError, match=f"'depep'; did you mean 'deepep'.*named by .*{ALLOW_LIST_VARIABLE}"):
+        default_manager()
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "deepep")
+    expect(default_manager().names() == ("deepep",))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("raise SystemExit(4)", "SystemExit: 4"),
+        ("1 +", "SyntaxError"),
+    ],
+)
+def test_a_plugin_that_fails_on_import(site: Site, source: str, error: str) -> None:
+    site.install("broken", "found_broken", source=source)
+    (found,) = find(["broken"])
+    failed = load(found)
+    expect(isinstance(failed, Failed) and str(failed).startswith(error), failed)
+    expect("found_broken" in failed.traceback, failed.traceback)
+
+
+@pytest.mark.error_path
+def test_an_interrupt_passes(site: Site) -> None:
+    site.install("slow", "found_slow", source="raise KeyboardInterrupt")
+    (found,) = find(["slow"])
+    with pytest.raises(KeyboardInterrupt):
+        load(found)
+
+
+@pytest.mark.error_path
+def test_a_plugin_that_asks_for_all_plugins_while_it_is_loaded(site: Site) -> None:
+    site.install("greedy", "found_greedy", source=RE_ENTRANT)
+    site.install("good", "found_good")
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "greedy,good")
+    manager = default_manager()
+    expect(manager.names() == ("good",))
+    with pytest.raises(PluginError, match=r"'greedy' .* asks for all plugins while it is being loaded"):
+        manager.require("greedy")
+
+
+def test_loading(site: Site) -> None:
+    site.install("good", "found_good")
+    (found,) = find(["good"])
+    loaded = load(found)
+    assert isinstance(loaded, Loaded)
+    assert loaded.module is sys.modules["found_good"]
+    assert str(found) == "'good' (dist-found-good 1.2, entry point found_good)"

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_core.environment import (
+    PRESETS,
+    Environment,
+    installed_packages,
+    installed_version,
+    load_environment,
+    unprobed_environment,
+)
+from moe_core.errors import SpecError, UnknownNameError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_travel(name: str, tmp_path: Path) -> None:
+    preset = load_environment(name)
+    assert preset.source == f"preset {name}"
+    assert preset.version("torch")
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(preset.to_json()))
+    read = load_environment(str(path))
+    assert read == preset
+    assert read.source == str(path)
+    assert eval(repr(preset)) == pickle.loads(pickle.dumps(preset)) == preset
+
+
+def test_packages_are_sorted_pairs() -> None:
+    by_mapping = Environment(device_type="cpu", packages={"b": "2", "a": ""})
+    assert by_mapping == Environment(device_type="cpu", packages=[("b", "2"), ("a", "")], source="elsewhere")
+    assert by_mapping.packages == (("a", ""), ("b", "2"))
+    assert [by_mapping.version(name) for name in "abc"] == ["", "2", None]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"device_type": "gpu"}, "Environment, field 'device_type': 'gpu' is not one of cpu"),
+        ({"device_type": "cuda", "arch": "SM90"}, "field 'arch': expected lower-case"),
+        ({"device_type": "cuda", "arch": 90}, "field 'arch'"),
+        ({"device_type": "cpu", "packages": "torch"}, "field 'packages': expected a tuple"),
+        (
+            {"device_type": "cpu", "packages": {"torch": None}},
+            "field 'packages': expected .import name, version. texts",
+        ),
+        ({"device_type": "cpu", "packages": [("a", "1"), ("a", "2")]}, "an import name occurs twice"),
+    ],
+)
+def test_a_wrong_environment_names_the_field(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        Environment(**fields)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"arch": "sm90"}', "field 'device_type' is missing; known fields: arch, device_name"),
+        ('{"device_type": "cuda", "sm": 90}', r"unknown fields \['sm'\]"),
+        ('{"device_type": "gpu"}', "machine.json: Environment, field 'device_type'"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=match) as caught:
+        load_environment(str(path))
+    if "machine.json" not in str(caught.value):
+        raise AssertionError(str(caught.value))
+
+
+@pytest.mark.error_path
+def test_an_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"environment 'h10'; did you mean 'h100'.*path to a JSON file"):
+        load_environment("h10")
+
+
+def test_versions_come_from_metadata_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_version("probed_library") is None
+    (tmp_path / "probed_library").mkdir()
+    assert installed_version("probed_library") is None  # a mere folder
+    (tmp_path / "probed_library" / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert installed_version("probed_library") == ""
+    metadata = tmp_path / "other_name-3.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-name\nVersion: 3.1\n")
+    (metadata / "top_level.txt").write_text("probed_library\n")
+    assert installed_version("probed_library") == "3.1"
+    assert "probed_library" not in sys.modules
+
+
+def test_a_module_without_a_spec_is_there() -> None:
+    name = "module_made_by_hand"
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    try:
+        assert installed_version(name) == ""
+    finally:
+        del sys.modules[name]
+
+
+def test_an_unprobed_machine() -> None:
+    described = unprobed_environment(["attr", "no_such_library"])
+    assert described.device_type == "cpu"
+    assert dict(described.packages) == installed_packages(["attr"])

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import attrs
+import pytest
+
+from moe_core import quant
+from moe_core.errors import SpecError
+from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, WHOLE, LayerQuant, QuantScheme
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_named_schemes(name: str) -> None:
+    scheme = QuantScheme.from_name(name)
+    assert (scheme.label, str(scheme)) == (name, name)
+    assert eval(repr(scheme), vars(quant)) == scheme
+    assert pickle.loads(pickle.dumps(scheme)) == scheme
+    assert scheme.is_quantized is (name not in ("fp32", "bf16", "fp16"))
+    assert not scheme.is_pattern
+
+
+def test_names_are_distinct_schemes() -> None:
+    assert len(set(SCHEMES.values())) == len(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        (
+            {"weight_dtype": "any", "weight_block": "any", "weight_scale": "any"},
+            {"fp32", "bf16", "fp16", "mxfp4_w4a16"},
+        ),
+        (attrs.asdict(FP8_BLOCK128) | {"weight_scale": "any"}, {"fp8_block128"}),
+        (
+            attrs.asdict(FP8_BLOCK128) | {"weight_scale": "any", "activation_scale": "any"},
+            {"fp8_block128", "fp8_block128_ue8m0"},
+        ),
+        (attrs.asdict(W8A8_INT8) | {"weight_dtype": "any"}, {"w8a8_int8", "w4a8_int8"}),
+        (attrs.asdict(NVFP4), {"nvfp4"}),
+    ],
+)
+def test_patterns(pattern: dict[str, Any], matching: set[str]) -> None:
+    wanted = QuantScheme(**pattern)
+    assert {name for name, scheme in SCHEMES.items() if scheme.matches(wanted)} == matching
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_only_static_fp4_brings_an_input_global_scale(name: str) -> None:
+    assert SCHEMES[name].has_input_global_scale is (name == "nvfp4")
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"weight_dtype": "fp9"}, "QuantScheme, field 'weight_dtype': 'fp9' is not one of"),
+        ({"weight_dtype": "bf16", "weight_scale": "fp32"}, "unquantized bf16 weights have no block and no scale"),
+        ({"weight_dtype": "fp8"}, "fp8 weights need weight_block and weight_scale"),
+        ({"weight_dtype": "bf16", "activation_dtype": "fp8"}, "activation_dtype 'fp8' and activation_scaling 'none'"),
+        ({"weight_dtype": "fp8", "weight_block": 128, "weight_scale": "fp32"}, "weight_block: expected .rows, columns"),
+        ({"weight_dtype": "fp8", "weight_block": (0, 1), "weight_scale": "fp32"}, "weight_block: expected"),
+        ({"weight_dtype": "bf16", "activation_group": -2}, "activation_group: expected an int > 0"),
+        ({"weight_dtype": "bf16", "global_scale": 1}, "global_scale: expected True, False or 'any', got 1"),
+    ],
+)
+def test_schemes_that_cannot_be(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        QuantScheme(**fields)
+
+
+@pytest.mark.error_path
+def test_an_unknown_name() -> None:
+    with pytest.raises(SpecError, match="quantization scheme: 'fp8' is not one of fp32, bf16"):
+        QuantScheme.from_name("fp8")
+
+
+@pytest.mark.parametrize(("config", "dtype"), [(None, "bf16"), ({}, "fp16")])
+def test_a_checkpoint_without_configuration_is_unquantized(config: dict[str, Any] | None, dtype: str) -> None:
+    assert QuantScheme.from_hf(config, "model.layers.0.mlp.experts", dtype).label == dtype
+
+
+@pytest.mark.error_path
+def test_a_configuration_that_is_not_read_yet() -> None:
+    with pytest.raises(SpecError, match=r"model.layers.3: quant_method 'fp8' is not read"):
+        QuantScheme.from_hf({"quant_method": "fp8"}, "model.layers.3")
+
+
+def test_a_scheme_without_a_name_says_its_fields() -> None:
+    scheme = attrs.evolve(W8A8_INT8, weight_block=(WHOLE, WHOLE))
+    assert scheme.label.startswith("int8(weight_block=(-1, -1), weight_scale=fp32, activation_dtype=int8")
+
+
+def test_both_projections() -> None:
+    assert LayerQuant.of(BF16) == LayerQuant(BF16, BF16)
+    mixed = LayerQuant(W4A4_INT4, W8A8_INT8)
+    assert LayerQuant.of(mixed) is mixed
+    assert str(mixed) == "w4a4_int4/w8a8_int8"
+    assert mixed.is_quantized
+    assert not LayerQuant.of(BF16).is_quantized
