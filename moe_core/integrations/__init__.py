@@ -1,0 +1,1 @@
+"""Bridges from model libraries to moe-core."""

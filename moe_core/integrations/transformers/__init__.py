@@ -1,0 +1,13 @@
+"""The transformers bridge: `experts_implementation="moe_core"`.
+
+Call `register()` once, then load a model with that name; `prepare(model)` resolves all its layers in one step and says
+what was chosen. The model keeps its parameters: they are read where they lie, and never changed.
+"""
+
+from __future__ import annotations
+
+from moe_core.integrations.transformers.bridge import prepare
+from moe_core.integrations.transformers.prepared import PreparedExperts
+from moe_core.integrations.transformers.registry import NAME, register
+
+__all__ = ["NAME", "PreparedExperts", "prepare", "register"]

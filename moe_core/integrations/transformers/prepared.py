@@ -1,0 +1,139 @@
+"""One experts module resolved and bound, and the choices that every module of a model shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import torch
+
+from moe_core.bound import BoundExperts
+from moe_core.decision import Decision
+from moe_core.environment import Environment, probe_environment
+from moe_core.errors import InputError, UnsupportedModelError, WeightsError
+from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights, read_layout
+from moe_core.integrations.transformers.selfcheck import check_against_eager
+from moe_core.manager import BackendManager
+from moe_core.payloads import PreparedWeights, Tensor
+from moe_core.plan import MoEPlan
+from moe_core.planner import make_plan
+from moe_core.request import LayerRequest
+from moe_core.weights.expected import check_weights
+
+
+@attrs.define(eq=False, kw_only=True)
+class PreparedExperts:
+    """One experts module, resolved and bound for one top-k.
+
+    Attributes:
+        plan: The finished choice.
+        decision: Why.
+        bound: What runs; its weights are views of the module's parameters wherever the backend reads them as they lie.
+    """
+
+    plan: MoEPlan
+    decision: Decision
+    bound: BoundExperts
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Run the experts on transformers' arguments.
+
+        Args:
+            hidden_states: `[T, H]` in the dtype of the weights.
+            top_k_index: `[T, K]` integer ids of this rank's experts; any id out of range means "not on this rank".
+            top_k_weights: `[T, K]`, any float dtype.
+
+        Returns:
+            `[T, H]`, dtype of `hidden_states`.
+        """
+        num_experts, top_k = self.plan.request.num_experts, self.plan.request.top_k
+        # Expert parallelism marks experts of other ranks by one id past the last; backends know -1 alone.
+        local = top_k_index.clamp(0, num_experts - 1) == top_k_index
+        topk_ids = torch.where(local, top_k_index, -1)
+        num_slots = topk_ids.shape[1]
+        if num_slots == top_k:
+            return self.bound(hidden_states, topk_ids, top_k_weights)
+        # A rank with fewer experts than a token has slots: each slot becomes a token.
+        rows = hidden_states.repeat_interleave(num_slots, dim=0)
+        out: Tensor = self.bound(rows, topk_ids.reshape(-1, 1), top_k_weights.reshape(-1, 1))
+        return out.view(-1, num_slots, out.shape[-1]).sum(dim=1, dtype=torch.float32).to(out.dtype)
+
+
+@attrs.define(eq=False, kw_only=True)
+class Preparer:
+    """What the user said about a model's layers, and what followed from it: equal layers are resolved and checked once.
+
+    Attributes:
+        manager: The plugins.
+        environment: The machine; None: this one, probed, as seen from the device of each module's parameters.
+        a2a_backend: Pin of the dispatcher.
+        runner_backend: Pin of the runner.
+    """
+
+    manager: BackendManager
+    environment: Environment | None = None
+    a2a_backend: str | None = None
+    runner_backend: str | None = None
+    _probed: dict[str, Environment] = attrs.field(factory=dict, init=False)
+    _planned: dict[tuple[str, LayerRequest], tuple[MoEPlan, Decision]] = attrs.field(factory=dict, init=False)
+    _checked: set[tuple[type, ExpertsLayout]] = attrs.field(factory=set, init=False)
+
+    def prepare(self, module: torch.nn.Module, top_k: int, others: Iterable[PreparedExperts] = ()) -> PreparedExperts:
+        """Read, resolve, bind and check one experts module.
+
+        Args:
+            module: The module; left as it is.
+            top_k: Experts per token.
+            others: The same module prepared for other numbers; their weights are used again where the layout fits.
+        """
+        layout = read_layout(module)
+        plan, decision = self._plan(layout, top_k)
+        weights = _shared_weights(plan, others) or _prepare_weights(module, layout, plan, self.manager)
+        prepared = PreparedExperts(plan=plan, decision=decision, bound=BoundExperts(plan, weights, self.manager))
+        if (type(module), layout) not in self._checked:
+            check_against_eager(module, prepared, layout)
+            self._checked.add((type(module), layout))
+        return prepared
+
+    def _plan(self, layout: ExpertsLayout, top_k: int) -> tuple[MoEPlan, Decision]:
+        request = layout.request(
+            # A token cannot have more experts than this rank holds: its slots are then taken one by one.
+            top_k if top_k <= layout.num_experts else 1,
+            a2a_backend=self.a2a_backend,
+            runner_backend=self.runner_backend,
+        )
+        key = (layout.device_type, request)
+        if key not in self._planned:
+            self._planned[key] = make_plan(self.manager, request, self._environment(layout.device_type))
+        return self._planned[key]
+
+    def _environment(self, device_type: str) -> Environment:
+        given = self.environment
+        if given is None:
+            if device_type not in self._probed:
+                self._probed[device_type] = probe_environment(self.manager.modules_required(), device_type)
+            return self._probed[device_type]
+        if given.device_type != device_type:
+            raise InputError(
+                f"the environment ({given.source}) is of device type {given.device_type!r}, the experts lie on "
+                f"{device_type!r}; call prepare with an environment of that type, or with none"
+            )
+        return given
+
+
+def _prepare_weights(
+    module: torch.nn.Module, layout: ExpertsLayout, plan: MoEPlan, manager: BackendManager
+) -> PreparedWeights:
+    raw = borrow_weights(module, layout)
+    try:
+        check_weights(raw, plan.request, layout.num_experts)
+    except WeightsError as error:
+        name = type(module).__qualname__
+        raise UnsupportedModelError(f"{name} does not have the tensors that its flags tell of: {error}") from error
+    return manager.process_weights(plan, raw, None)
+
+
+def _shared_weights(plan: MoEPlan, others: Iterable[PreparedExperts]) -> PreparedWeights | None:
+    wanted = (plan.runner_plugin, plan.weight_layout)
+    fitting = (other for other in others if (other.plan.runner_plugin, other.plan.weight_layout) == wanted)
+    return next((other.bound.weights for other in fitting), None)

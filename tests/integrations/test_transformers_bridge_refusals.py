@@ -1,0 +1,201 @@
+"""What the bridge refuses, each time with the class and the trait, and how it registers."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_core.environment import PRESETS
+from moe_core.errors import InputError, PluginConflictError, PluginError, ResolutionError, UnsupportedModelError
+from moe_core.integrations.transformers import NAME, prepare, register
+from moe_core.manager import BackendManager
+from tests.integrations.hf_catalogue import DecoratedClass, decorated_classes
+from tests.integrations.hf_plain_experts import OwnGate, PlainExperts, TinyConfig, decorate, eager, tiny_tokens
+
+MIXTRAL: DecoratedClass = next(entry for entry in decorated_classes() if entry.name == "MixtralExperts")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    register()
+
+
+class RouterDependentGate(PlainExperts):
+    def _apply_gate(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.activated(rows) * weights
+
+
+class ExtraArgument(PlainExperts):
+    def forward(self, hidden_states: Any, ids: Any, weights: Any, scale: Any = 1.0) -> torch.Tensor:
+        return super().forward(hidden_states, ids, weights) * scale
+
+
+class ExtraParameter(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.expert_scale = nn.Parameter(torch.ones(4))
+
+
+class ExtraBuffer(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("shift", torch.ones(8))
+
+
+class ExtraSubmodule(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.pre_norm = nn.LayerNorm(8)
+
+
+class OtherNames(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.w1 = self.gate_up_proj
+        del self.gate_up_proj
+
+
+class OtherShape(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.gate_up_proj = nn.Parameter(self.gate_up_proj.detach().mT.contiguous())
+
+
+class Float64(PlainExperts):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.double()
+
+
+class WeightOnInput(PlainExperts):
+    """Nothing but its forward tells that the router weight comes first."""
+
+    def forward(self, hidden_states: Any, ids: Any, weights: Any) -> torch.Tensor:
+        slots = [super(WeightOnInput, self).forward(hidden_states * w, i, w / w) for i, w in _columns(ids, weights)]
+        return sum(slots[1:], slots[0])
+
+
+class UnusedGate(PlainExperts):
+    """Its forward does not do what its gate says."""
+
+    def activated(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().activated(rows.clamp(max=0.5))
+
+    def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        return PlainExperts.activated(self, rows)
+
+
+def _columns(ids: torch.Tensor, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((ids[:, k : k + 1], weights[:, k : k + 1]) for k in range(ids.shape[1]))
+
+
+REFUSED = {
+    RouterDependentGate: r"_apply_gate takes \(rows.*weights",
+    ExtraArgument: r"its forward takes \(.*scale",
+    ExtraParameter: r"unknown parameter expert_scale \[4\]",
+    ExtraBuffer: "unknown buffer shift",
+    ExtraSubmodule: r"unknown state pre_norm\.weight",
+    OtherNames: r"parameter gate_up_proj is missing\n.*unknown parameter w1",
+    OtherShape: r"w13: expected \[4, 12, 8\].*got \[4, 8, 12\]",
+    Float64: "parameter down_proj is torch.float64",
+    WeightOnInput: "computes something else than its flags say",
+    UnusedGate: "computes something else than its flags say",
+}
+
+
+@pytest.mark.parametrize(("experts_class", "kind"), [(PlainExperts, "silu"), (OwnGate, "module")])
+def test_experts_of_other_libraries_are_served(experts_class: type[nn.Module], kind: str) -> None:
+    experts = decorate(experts_class)
+    with torch.no_grad():
+        torch.testing.assert_close(experts(*tiny_tokens()), eager(experts, *tiny_tokens()))
+    assert prepare(experts)[""].plan.request.activation.kind == kind
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("experts_class", REFUSED, ids=lambda experts_class: experts_class.__name__)
+def test_unknown_traits_are_refused(experts_class: type[nn.Module]) -> None:
+    for use in (prepare, lambda experts: experts(*tiny_tokens())):
+        with pytest.raises(UnsupportedModelError, match=f"(?s){experts_class.__name__}.*{REFUSED[experts_class]}"):
+            use(decorate(experts_class))
+
+
+@pytest.mark.error_path
+def test_weights_that_are_not_loaded_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="meta device; load the weights first"):
+        prepare(MIXTRAL.build_experts(torch.float32, seed=1).to("meta"))
+
+
+@pytest.mark.error_path
+def test_model_without_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear has no experts module"):
+        prepare(nn.Linear(2, 2))
+
+
+@pytest.mark.error_path
+def test_environment_must_be_that_of_the_parameters() -> None:
+    with pytest.raises(InputError, match=r"preset h100.*'cuda'.*'cpu'"):
+        prepare(decorate(PlainExperts), environment=PRESETS["h100"])
+    assert prepare(decorate(PlainExperts), environment=PRESETS["cpu"])[""].decision.environment is PRESETS["cpu"]
+
+
+@pytest.mark.error_path
+def test_no_backend_is_an_error_with_reasons() -> None:
+    with pytest.raises(ResolutionError, match="no backend combination fits"):
+        prepare(decorate(PlainExperts), manager=BackendManager())
+
+
+@pytest.mark.error_path
+def test_register_twice_and_fp8_refusal() -> None:
+    register()
+    fp8 = ALL_FP8_EXPERTS_FUNCTIONS[NAME]
+    with pytest.raises(UnsupportedModelError, match=r"FP8Experts: FP8 or FP4 experts .* are not served"):
+        fp8(types.new_class("FP8Experts", (nn.Module,))(), None, None, None)
+
+
+@pytest.mark.error_path
+def test_fp8_model_is_refused_with_the_reason() -> None:
+    model = MIXTRAL.build_model(seed=1)
+    model = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
+    with pytest.raises(UnsupportedModelError, match=r"FP8Experts(.|\n)*unquantized"):
+        prepare(model)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("registry", [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS], ids=lambda r: type(r).__name__)
+def test_a_taken_name_is_refused(registry: Any) -> None:
+    def theirs() -> None: ...
+
+    registry[NAME] = theirs
+    try:
+        with pytest.raises(PluginConflictError, match=rf"{type(registry).__name__}.*{NAME}.*theirs"):
+            register()
+    finally:
+        del registry[NAME]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(("version", "is_old"), [("5.6.2", True), ("4.57.1", True), ("5.7.0.dev0", False)])
+def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool) -> None:
+    # transformers replaces its own entry there, so that a name bound earlier may mean another object.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    if is_old:
+        with pytest.raises(PluginError, match=rf"version: needs transformers >= 5\.7, found transformers {version}"):
+            register()
+    else:
+        register()
+
+
+@pytest.mark.error_path
+def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PluginError, match=r"package: needs transformers >= 5\.7.*'moe-core\[transformers\]'"):
+        register()
