@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -41,8 +42,8 @@ def split_text() -> TextSplit:
     """Split the topics of this interpreter: whole topics held out, the rest and the licence for training.
 
     Topics quote one another, so a paragraph that also stands in a held-out topic is dropped from the training text;
-    paragraphs are compared without regard to white space, because a quotation may be indented. A paragraph that two
-    held-out topics share is kept once.
+    paragraphs are compared without regard to white space, because a quotation may be indented. In each of the two
+    texts a paragraph stands once.
 
     Raises:
         KeyError: a held-out topic is missing in this Python.
@@ -51,8 +52,8 @@ def split_text() -> TextSplit:
     licence = _licence_text()
     held_out = {squeeze(p): p for name in HELD_OUT_TOPICS for p in paragraphs(topics[name])}
     sources = [topics[name] for name in sorted(topics) if name not in HELD_OUT_TOPICS] + [licence]
-    train = [p for source in sources for p in paragraphs(source) if squeeze(p) not in held_out]
-    return TextSplit(_join(train), _join(list(held_out.values())), licence)
+    train = {squeeze(p): p for source in sources for p in paragraphs(source) if squeeze(p) not in held_out}
+    return TextSplit(_join(train.values()), _join(held_out.values()), licence)
 
 
 def paragraphs(text: str) -> list[str]:
@@ -79,7 +80,7 @@ def shared_fraction(train: bytes, held_out: bytes, width: int = 48) -> float:
     return sum(covered) / len(text)
 
 
-def _join(parts: list[str]) -> bytes:
+def _join(parts: Iterable[str]) -> bytes:
     return "\n\n".join(parts).encode() + b"\n"
 
 
