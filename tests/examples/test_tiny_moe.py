@@ -12,6 +12,7 @@ from ngram_baseline import NgramModel
 from safetensors.torch import load_file
 from tiny_eval import Evaluation, evaluate, expert_counts, windows
 from tiny_text import HELD_OUT_TOPICS, TextSplit, paragraphs, shared_fraction, split_text, squeeze
+from tiny_tokenizer import save_byte_tokenizer
 from train_tiny_moe import balance_loss, evaluate_saved, make_config, save, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
@@ -90,11 +91,14 @@ def test_shipped_model_writes_words_of_the_text(shipped: Qwen3MoeForCausalLM, he
     assert sum(word in known for word in words) >= 0.7 * len(words)
 
 
-def test_tokenizer_agrees_with_plain_bytes() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    text = "Naïve  <s>\n\tdef f(x): return '€' \x00 "
-    assert tokenizer(text).input_ids == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
+def test_tokenizer_agrees_with_plain_bytes(tmp_path: Path) -> None:
+    save_byte_tokenizer(tmp_path)
+    text = " Naïve  <s>\n\tdef f(x): return '€' \x00 "
+    for leading in ("", "x"):  # an added prefix space would show on the text without a leading one
+        for folder in (SHIPPED, tmp_path):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            assert tokenizer(leading + text).input_ids == list((leading + text).encode())
+            assert tokenizer.decode(list(text.encode())) == text
 
 
 def test_training_text_is_every_other_paragraph_once(split: TextSplit) -> None:
