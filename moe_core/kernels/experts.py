@@ -8,6 +8,7 @@ import torch
 from moe_core.kernels.combine import combine
 from moe_core.kernels.grouped import Groups, grouped_linear, make_groups
 from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.one_token import experts_of_one_token, takes_one_token
 from moe_core.kernels.permute import gather_row_values, gather_rows, permute
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
 
@@ -46,6 +47,17 @@ def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tens
     Returns:
         `[T, H]` in the layer's dtype; zeros for a token without local expert.
     """
+    if not experts.deterministic and takes_one_token(hidden_states, experts.w13, experts.w2):
+        return experts_of_one_token(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            experts.w13,
+            experts.w2,
+            experts.activation,
+            experts.post_norm,
+            experts.weight_on_input,
+        )
     permutation = permute(topk_ids, experts.w13.weight.shape[0])
     rows = gather_rows(hidden_states, permutation)
     weights: Tensor | None = topk_weights

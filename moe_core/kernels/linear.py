@@ -22,9 +22,7 @@ from moe_core.quant import SCHEMES, QuantScheme
 _BLOCK_BYTES = 4 << 20
 #: Most rows for which a half precision GEMM as stored is faster than fp32 blocks (measured on AVX2).
 _FEW_ROWS = 3
-#: Rows that the deterministic loop multiplies together, always exactly so many.
-_TILE = 4
-#: Row strides of whole cache lines: with others a GEMM may treat rows of one tile differently.
+#: Row strides of whole cache lines: the same alignment for every row of the deterministic loop.
 _LINE = 16
 
 #: Half precision dtypes for which this CPU's GEMM is fast at any size.
@@ -92,7 +90,7 @@ def linear_by_expert(rows: Tensor, groups: list[Group], linear: ExpertLinear, de
         `[R, N]` fp32; rows outside `groups` are undefined.
     """
     out = rows.new_empty((rows.shape[0], linear.num_outputs), dtype=torch.float32)
-    multiply = _multiply_tiles if deterministic else _multiply
+    multiply = _multiply_by_row if deterministic else _multiply
     scratch = _Scratch(linear)
     for expert, start, end in groups:
         target = out[start:end]
@@ -166,17 +164,14 @@ def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= _FEW_ROWS and weight.stride(1) == 1
 
 
-def _multiply_tiles(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
-    """Always `_TILE` rows by the same blocks: GEMMs of other heights may sum in another order."""
-    tiles = -(-rows.shape[0] // _TILE)
+def _multiply_by_row(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
+    """Every row alone by the same blocks: a GEMM may sum in another order for another height or place in it."""
     width = -(-scratch.num_inputs // _LINE) * _LINE
-    padded = rows.new_zeros((tiles, _TILE, width), dtype=torch.float32)
-    padded.view(-1, width)[: rows.shape[0], : scratch.num_inputs] = rows
+    padded = rows.new_zeros((rows.shape[0], width), dtype=torch.float32)
+    padded[:, : scratch.num_inputs] = rows
     for first, block in scratch.blocks(expert, padded=True):
-        product = out.new_empty((tiles, _TILE, block.shape[0]))
-        for tile, tile_out in zip(padded, product, strict=True):
-            torch.mm(tile, block.t(), out=tile_out)
-        out[:, first : first + block.shape[0]] = product.view(-1, block.shape[0])[: out.shape[0]]
+        for index in range(rows.shape[0]):
+            out[index, first : first + block.shape[0]] = torch.mv(block, padded[index])
 
 
 @torch.library.custom_op("moe_core::linear_by_expert", mutates_args=())

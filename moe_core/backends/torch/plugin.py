@@ -77,7 +77,7 @@ def _runner(format_: str) -> RunnerSpec:
 
 
 def _invariant(format_: str) -> RunnerSpec:
-    """The same loop in tiles of fixed height: a token's bits do not depend on its batch."""
+    """The same loop, row by row: a token's bits do not depend on its batch."""
     return attrs.evolve(
         _runner(format_), kernel=f"{format_}_invariant", devices=("cpu",), deterministic=True, tier="reference"
     )
