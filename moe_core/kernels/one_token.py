@@ -1,4 +1,4 @@
-"""One token on CPU: its experts one after the other, without the permutation that many tokens need."""
+"""One token on CPU: a GEMM per expert, without the permutation that many tokens need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def experts_of_one_token(
     post_norm: PostNormFn | None,
     weight_on_input: bool,
 ) -> Tensor:
-    """`[1, H]` -> the weighted sum `[1, H]` of its experts, added up in fp32 in slot order.
+    """`[1, H]` -> the weighted sum `[1, H]` of its experts, added up in fp32.
 
     Args:
         hidden_states: `[1, H]` in the layer's dtype.
@@ -46,18 +46,28 @@ def experts_of_one_token(
         post_norm: After the second projection, or None.
         weight_on_input: As in `experts.Experts`.
     """
-    total = hidden_states.new_zeros((1, w2.num_outputs), dtype=torch.float32)
-    for expert, weight in zip(topk_ids[0].tolist(), topk_weights[0].float().tolist(), strict=True):
-        if expert < 0:
-            continue
-        row = (hidden_states * weight).to(hidden_states.dtype) if weight_on_input else hidden_states
-        out = _linear(activation(_linear(row, w13, expert)), w2, expert)
-        if post_norm is not None:
-            out = post_norm(out)
-        total.add_(out, alpha=1.0 if weight_on_input else weight)
+    slots = [(slot, expert) for slot, expert in enumerate(topk_ids[0].tolist()) if expert >= 0]
+    if not slots:
+        return torch.zeros_like(hidden_states)
+    experts = [expert for _, expert in slots]
+    weights = topk_weights[0].float()
+    if len(slots) < topk_ids.shape[1]:
+        weights = weights[[slot for slot, _ in slots]]
+    rows = [hidden_states] * len(slots)
+    if weight_on_input:
+        rows = list(torch.split((hidden_states * weights[:, None]).to(hidden_states.dtype), 1))
+    hidden = activation(_linear(rows, w13, experts))
+    out = _linear(list(torch.split(hidden, 1)), w2, experts)
+    if post_norm is not None:
+        out = post_norm(out)
+    out = out.float()
+    total = out.sum(0, keepdim=True) if weight_on_input else weights[None] @ out
     return total.to(hidden_states.dtype)
 
 
-def _linear(row: Tensor, linear: ExpertLinear, expert: int) -> Tensor:
-    out = functional.linear(row.to(linear.weight.dtype), linear.weight[expert])
-    return out if linear.bias is None else out + linear.bias[expert]
+def _linear(rows: list[Tensor], linear: ExpertLinear, experts: list[int]) -> Tensor:
+    """One row per expert; only the GEMMs are per expert, since at this size every further operation counts."""
+    weight = linear.weight
+    pairs = zip(rows, experts, strict=True)
+    out = torch.cat([functional.linear(row.to(weight.dtype), weight[expert]) for row, expert in pairs])
+    return out if linear.bias is None else out + linear.bias[experts]

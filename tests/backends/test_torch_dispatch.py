@@ -5,7 +5,16 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from layers import build, exact, layer_output, layer_outputs, random_tensors, random_tokens
+from layers import (
+    agree_or_time_out,
+    build,
+    exact,
+    fp8_tokens,
+    layer_output,
+    layer_outputs,
+    random_tensors,
+    random_tokens,
+)
 from ranks import RankError, run_on_ranks
 from reference_moe import rel
 
@@ -129,6 +138,27 @@ def test_ranks_that_disagree_are_told_the_field_and_both_values() -> None:
         assert isinstance(error, RankError)
         assert error.text.startswith("PlanMismatchError")
         assert "'request.top_k': rank 0: 3, rank 1: 2" in error.text
+
+
+def test_fp8_tokens_travel_as_bytes_over_a_transport_without_fp8() -> None:
+    request = attrs.evolve(_with("standard", "torch_alltoall", ep_size=2), num_experts=4, top_k=1, hidden_size=256)
+    tokens = [random_tokens(request, 3, seed=rank) for rank in (0, 1)]
+    for _, topk_ids, _ in tokens:
+        topk_ids[:, 0] = torch.tensor([0, 3, 1])
+    received = run_on_ranks(fp8_tokens, [(request, own) for own in tokens])
+    # Rank 0 owns experts 0 and 1 (rows 0 and 2 of both ranks), rank 1 expert 3 (row 1).
+    for got, rows, ids in zip(received, ([0, 2], [1]), ([0, 1], [1]), strict=True):
+        assert isinstance(got, torch.Tensor), got
+        want = torch.cat([own[0][rows] for own in tokens]).double()
+        assert ((got[:, :-1] - want).abs() <= want.abs() / 16 + 1e-6).all()
+        assert got[:, -1].tolist() == ids * 2
+
+
+def test_a_rank_that_stays_away_is_an_error_in_time() -> None:
+    request = _with("standard", "torch_alltoall", ep_size=2)
+    error, _ = run_on_ranks(agree_or_time_out, [(request, True), (request, False)])
+    assert isinstance(error, RankError)
+    assert "not every rank sent its plan within 2 s" in error.text
 
 
 @pytest.mark.error_path

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import time
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from reference_moe import moe
 
-from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights
+from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights, make_plan
+from moe_core.agreement import check_agreement
+from moe_core.backends.torch.alltoall import bind_standard
 from moe_core.discovery import Found
 from moe_core.environment import probe_environment
+from moe_core.specs import TokenDtype
 from moe_core.weights.expected import FLOAT
 
 TORCH_PLUGIN = "moe_core.backends.torch.plugin"
@@ -103,3 +109,25 @@ def layer_outputs(
 ) -> torch.Tensor:
     """A rank's job: the outputs of several requests over the same weights, stacked."""
     return torch.stack([layer_output(group, request, tensors, tokens) for request in requests])
+
+
+def fp8_tokens(group: ExpertGroup, request: LayerRequest, tokens: tuple[Any, ...]) -> torch.Tensor:
+    """A rank's job: what it receives over an fp8 route, dequantized, with each row's local ids beside it."""
+    plan, _ = make_plan(torch_manager(), request, probe_environment((), "cpu"))
+    route = attrs.evolve(plan.routes[0], token_dtype=TokenDtype("fp8", "row_128"))
+    dispatch, _ = bind_standard(plan, route, group)
+    received, _ = dispatch(*tokens)
+    if received.hidden_states.dtype != torch.float8_e4m3fn or received.scales is None:
+        raise TypeError(f"expected fp8 tokens with scales, got {received.hidden_states.dtype}")
+    scales = received.scales.repeat_interleave(128, dim=1)[:, : request.hidden_size]
+    return torch.cat([received.hidden_states.float() * scales, received.topk_ids.float()], dim=1)
+
+
+def agree_or_time_out(group: ExpertGroup, request: LayerRequest, takes_part: bool) -> torch.Tensor:
+    """A rank's job: compare plans, or stay away until the other has given up."""
+    plan, _ = make_plan(torch_manager(), request, probe_environment((), "cpu"))
+    if takes_part:
+        check_agreement(plan, group, torch.device("cpu"), datetime.timedelta(seconds=2))
+    else:
+        time.sleep(6)
+    return torch.zeros(1)
