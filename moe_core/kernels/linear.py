@@ -22,6 +22,8 @@ from moe_core.quant import SCHEMES, QuantScheme
 _BLOCK_BYTES = 4 << 20
 #: Most rows for which a half precision GEMM as stored is faster than fp32 blocks (measured on AVX2).
 _FEW_ROWS = 3
+#: Most rows for which a block is multiplied in one part per thread (measured with two threads).
+_SPLIT_ROWS = 128
 #: Row strides of whole cache lines: the same alignment for every row of the deterministic loop.
 _LINE = 16
 
@@ -155,7 +157,22 @@ def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scra
             return
     wide = rows.float()
     for first, block in scratch.blocks(expert, padded=False):
-        torch.mm(wide, block.t(), out=out[:, first : first + block.shape[0]])
+        _multiply_block(out[:, first : first + block.shape[0]], wide, block)
+
+
+def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
+    """`out = rows @ block.T`, split so that a thread multiplies the part of the block that it has just written.
+
+    A GEMM that divides the block otherwise moves most of it from core to core, which for few rows costs more than
+    the product.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or rows.shape[0] > _SPLIT_ROWS or block.shape[0] % threads:
+        torch.mm(rows, block.t(), out=out)
+        return
+    parts = block.view(threads, -1, block.shape[1])
+    product = torch.bmm(rows.expand(threads, -1, -1), parts.mT)
+    out.view(rows.shape[0], threads, -1).copy_(product.transpose(0, 1))
 
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
