@@ -4,11 +4,7 @@ from typing import Any
 
 import attrs
 import pytest
-
-from moe_core.errors import InputError, SpecError
-from moe_core.plan import MoEPlan
-from moe_core.request import Workload
-from tests.fakes import (
+from fakes import (
     A3,
     CPU,
     DECODE,
@@ -22,6 +18,10 @@ from tests.fakes import (
     request,
     runner,
 )
+
+from moe_core.errors import InputError, SpecError
+from moe_core.plan import MoEPlan
+from moe_core.request import Workload
 
 LOCAL = plugin(
     dispatchers=[dispatcher(token_placements=("distributed", "replicated"))], runners=[runner("a"), runner("b")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import oracle
 import pytest
 import torch
 
@@ -17,8 +18,6 @@ from moe_core.kernels.permute import gather_masked, gather_rows, masked_row_map,
 from moe_core.kernels.quantize import dequantize
 from moe_core.payloads import Tensor
 from moe_core.quant import FP32, MXFP4_W4A16, W8A8_INT8, QuantScheme
-
-from . import oracle
 
 _SWIGLU = ActivationSpec()
 _DTYPES = list(oracle.TOLERANCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 
@@ -12,8 +13,6 @@ from moe_core.kernels.linear import ExpertLinear
 from moe_core.kernels.permute import gather_rows, permute
 from moe_core.payloads import Tensor
 from moe_core.quant import W8A8_INT8, QuantScheme
-
-from . import oracle
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
