@@ -27,8 +27,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_core.activation import SWIGLU
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.experts import Experts, experts_standard
-from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_standard
 from moe_core.quant import QuantScheme
 
 _OURS, _FLOOR = "moe-core", "floor"
