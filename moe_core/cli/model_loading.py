@@ -11,7 +11,7 @@ import torch
 
 from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
-from moe_core.weights.expected import FLOAT
+from moe_core.payloads import TORCH_DTYPES
 
 _IMPLEMENTATION = "moe_core"
 
@@ -46,7 +46,7 @@ def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=FLOAT[dtype] if dtype else "auto",
+            dtype=TORCH_DTYPES[dtype] if dtype else "auto",
             local_files_only=True,
             experts_implementation="eager",
         )

@@ -20,6 +20,7 @@ from moe_core.kernels.permute import (
     permute,
 )
 from moe_core.payloads import (
+    TORCH_DTYPES,
     CombineFn,
     ContiguousTokens,
     DispatchFn,
@@ -29,7 +30,6 @@ from moe_core.payloads import (
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route
-from moe_core.weights.expected import FLOAT
 
 #: What undoes a local permutation: `row_map [T, K]` and the weights that combine applies, None if the input has them.
 LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
@@ -157,7 +157,7 @@ def _bind_permuted(
     plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
 ) -> tuple[DispatchFn, CombineFn]:
     local_ids = LocalIds(plan, group)
-    dtype = FLOAT[plan.request.dtype]
+    dtype = TORCH_DTYPES[plan.request.dtype]
 
     def dispatch(
         hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
