@@ -108,9 +108,8 @@ class LocalPermutation:
         """M: exact where the host may look, else T, which suffices unless a token names an expert twice."""
         most = local_ids.shape[0]
         if local_ids.device.type == "cpu" and not torch.compiler.is_compiling() and local_ids.numel():
-            most = (
-                int(torch.bincount(local_ids.reshape(-1).clamp(min=-1) + 1)[1:].amax()) if local_ids.amax() >= 0 else 0
-            )
+            # Counts of the ids -1, 0, 1, ..: the first is of slots without expert.
+            most = int(torch.bincount(local_ids.reshape(-1) + 1, minlength=2)[1:].amax())
         return max(1, -(-most // self.row_alignment)) * self.row_alignment
 
 
