@@ -62,7 +62,7 @@ def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, .
     if candidate.dispatcher is None:
         return ()
     dispatcher, runner = candidate.dispatcher.spec, candidate.runner.spec
-    if dispatcher.format != runner.format:
+    if not candidate.has_one_format:
         return (Reason("format", f"{runner.format} tokens", f"{dispatcher.format} tokens"),)
     reasons = []
     if dispatcher.row_alignment % runner.row_alignment and dispatcher.row_alignment:

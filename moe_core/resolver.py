@@ -144,7 +144,7 @@ def _report_pair(
     dispatcher, runner = candidate.dispatcher.spec if candidate.dispatcher else None, candidate.runner.spec
     reasons = pair_reasons(candidate, request) + pin_reasons(candidate, pins)
     # Tokens of another format have no dtype to compare.
-    if any(reason.code == "format" for reason in reasons):
+    if not candidate.has_one_format:
         return PairReport(candidate=candidate, reasons=reasons), None
     options = dispatch_dtype.candidates(request, dispatcher, runner)
     dtype = dispatch_dtype.choose(request, environment.device_type, dispatcher, runner, pins.dispatch_dtype)

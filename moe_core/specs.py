@@ -349,6 +349,11 @@ class Candidate:
         return f"{self.dispatcher.full_name} + {self.runner.full_name}" if self.dispatcher else self.runner.full_name
 
     @property
+    def has_one_format(self) -> bool:
+        """Whether the runner reads the format that the dispatcher writes."""
+        return self.dispatcher is None or self.dispatcher.spec.format == self.runner.spec.format
+
+    @property
     def a2a_backend(self) -> str:
         """The a2a backend name of this candidate."""
         return self.dispatcher.spec.name if self.dispatcher else str(self.runner.spec.a2a)
