@@ -79,7 +79,6 @@ def test_the_only_route_is_not_for_another_phase() -> None:
 def test_a_fused_route_has_no_dispatcher() -> None:
     made = plan(request(quant=W8A8_INT8, a2a_backend="ascend_fuseep"), A3)
     (route,) = made.routes
-    assert route.is_fused
     assert route.dispatcher is None
     assert made.weight_layout == "fuseep-1"
     assert made.runner_plugin == "ascend_npu"

@@ -91,11 +91,6 @@ _READERS: dict[QuantScheme, _Reader] = {
 }
 
 
-def readable_schemes() -> tuple[QuantScheme, ...]:
-    """Every scheme that `dequantize` reads."""
-    return (*FLOAT_SCHEMES, *_READERS)
-
-
 def fake_quantize_activations(x: Tensor, scheme: QuantScheme, input_scale: Tensor | None = None) -> Tensor:
     """The activations as a GEMM of `scheme` sees them: rounded to its activation dtype and scaled back.
 
