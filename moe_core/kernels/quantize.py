@@ -122,11 +122,13 @@ def fake_quantize_activations(x: Tensor, scheme: QuantScheme, input_scale: Tenso
 def quantize_rows_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """`[rows, C]` -> e4m3 `[rows, C]` and fp32 scales `[rows, ceil(C / 128)]`, scale = amax / 448; zeros stay zeros."""
     num_rows, width = values.shape
-    groups = torch.nn.functional.pad(values.float(), (0, -width % _FP8_GROUP)).view(num_rows, -1, _FP8_GROUP)
+    padded = torch.nn.functional.pad(values.float(), (0, -width % _FP8_GROUP))
+    # Counted, since without rows torch cannot infer a size.
+    groups = padded.view(num_rows, padded.shape[1] // _FP8_GROUP, _FP8_GROUP)
     scales = groups.abs().amax(-1) / _E4M3_MAX
     divisor = torch.where(scales == 0, 1.0, scales)
     codes = (groups / divisor[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.view(num_rows, -1)[:, :width], scales
+    return codes.view(padded.shape)[:, :width], scales
 
 
 def _round_fp8_per_group(values: Tensor) -> Tensor:

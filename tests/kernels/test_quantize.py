@@ -71,3 +71,9 @@ def test_int8_activations_are_rounded_half_to_even_per_token(dtype: torch.dtype)
 def test_unquantized_activations_pass_through() -> None:
     x = torch.randn(2, 4)
     assert fake_quantize_activations(x, MXFP4_W4A16) is x
+
+
+@pytest.mark.parametrize("scheme", SUPPORTED_SCHEMES, ids=str)
+@pytest.mark.parametrize("width", [32, 160])
+def test_no_rows_stay_no_rows(scheme: QuantScheme, width: int) -> None:
+    assert fake_quantize_activations(torch.empty(0, width), scheme, torch.tensor(0.01)).shape == (0, width)
