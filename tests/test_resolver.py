@@ -499,6 +499,12 @@ def test_a_name_that_means_nothing(fields: dict[str, Any], match: str) -> None:
     expect(str(copied) == str(caught.value))
 
 
+def test_without_plugins_nothing_fits() -> None:
+    decision = resolve((), request(), CPU)
+    assert not decision.is_feasible
+    assert decision.error == "nothing fits workload any"
+
+
 @pytest.mark.error_path
 def test_two_declarations_of_one_name() -> None:
     with pytest.raises(PluginConflictError, match="two declarations are called 'toy'"):
