@@ -81,7 +81,7 @@ format: install ## Let ruff fix and format the files.
 
 PLUGIN_TYPES := $(PLUGINS:%=types-%)
 .PHONY: types types-core $(PLUGIN_TYPES)
-types: types-core $(PLUGIN_TYPES) ## mypy --strict on the core and on each plugin.
+types: types-core $(PLUGIN_TYPES) ## mypy --strict on the core, the examples and each plugin.
 types-core: install
 	$(BIN)/mypy --strict
 $(PLUGIN_TYPES): types-%: install

@@ -6,6 +6,7 @@ Run: python benchmarks/core.py        (no accelerator needed)
 from __future__ import annotations
 
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_core import LayerRequest, MoELayer, RawWeights, default_manager, load_environment, plan_layers
-
-_MEBI = 1 << 20
 
 
 def import_seconds(module: str, repeats: int = 5) -> float:
@@ -138,7 +137,7 @@ def _peak_growth(function: Callable[[], object]) -> int:
 
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * resource.getpagesize()
 
 
 def main() -> None:

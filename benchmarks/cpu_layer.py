@@ -1,5 +1,7 @@
 """One unquantized MoE layer on CPU: the built-in experts beside transformers' implementations, in one process.
 
+Run: python benchmarks/cpu_layer.py        (no accelerator needed; --help lists the sizes)
+
 Runs are interleaved, so that a change of the machine's load meets all of them. `--clock cpu` with one thread counts
 CPU time instead of time on the wall: the choice on a shared machine.
 """
@@ -25,8 +27,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_core.activation import SWIGLU
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.experts import Experts, experts_standard
-from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_standard
 from moe_core.quant import QuantScheme
 
 _OURS, _FLOOR = "moe-core", "floor"
@@ -99,8 +101,12 @@ def _machine_rates(weight: torch.Tensor, clock: Callable[[], float]) -> tuple[fl
     """Bytes per second of reading weights, and FLOP per second of a large fp32 GEMM."""
     words = weight.view(torch.int32)
     square = torch.ones((1024, 1024))
+    work: list[tuple[int, Callable[[], object]]] = [
+        (weight.nbytes, lambda: words.amax()),
+        (2 * 1024**3, lambda: square @ square),
+    ]
     rates: list[float] = []
-    for amount, run in ((weight.nbytes, lambda: words.amax()), (2 * 1024**3, lambda: square @ square)):
+    for amount, run in work:
         times = []
         for _ in range(5):
             begin = clock()
@@ -139,7 +145,7 @@ def main(
         with torch.no_grad():
             times = _interleaved(_candidates(module, dtype, x, ids, weights), _CLOCKS[clock], seconds)
         per_expert = 3 * hidden * intermediate
-        read = ids.unique().numel() * per_expert * module.gate_up_proj.itemsize / bandwidth
+        read = len(set(ids.flatten().tolist())) * per_expert * module.gate_up_proj.itemsize / bandwidth
         times[_FLOOR] = max(read, 2 * count * top_k * per_expert / flops) * 1e3
         for name, value in times.items():
             table.add_row(str(count), name, f"{value:.2f}", f"{value / times[_OURS]:.2f}")

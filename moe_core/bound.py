@@ -13,9 +13,17 @@ from moe_core.agreement import check_agreement
 from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
 from moe_core.manager import BackendManager
-from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, Tensor
+from moe_core.payloads import (
+    TORCH_DTYPES,
+    CombineFn,
+    DispatchFn,
+    ExpertGroup,
+    ExpertsFn,
+    FusedFn,
+    PreparedWeights,
+    Tensor,
+)
 from moe_core.plan import MoEPlan, Route
-from moe_core.weights.expected import FLOAT
 
 
 @attrs.define(eq=False)
@@ -55,7 +63,7 @@ class BoundExperts:
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
         request = plan.request
-        self._sizes = (request.hidden_size, request.top_k, FLOAT[request.dtype])
+        self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
 
     def __call__(
         self,

@@ -115,7 +115,7 @@ class WorkloadDecision:
     @property
     def joined(self) -> tuple[PairReport, ...]:
         """The pairs that speak one format; the others are a cross product that explains nothing."""
-        return tuple(pair for pair in self.pairs if {reason.code for reason in pair.reasons} != {"format"})
+        return tuple(pair for pair in self.pairs if pair.candidate.has_one_format)
 
     @property
     def num_unjoined(self) -> int:

@@ -11,8 +11,8 @@ BF16_DISPATCH_VARIABLE = "SGLANG_DEEPEP_BF16_DISPATCH"
 def bf16_dispatch_requested(environ: Mapping[str, str], pinned: str | None = None) -> bool:
     """Whether the deprecated variable asks for bf16 dispatch; warns if it does.
 
-    Read once, when a request is built from the command line or by a convenience constructor; the value then
-    travels as `LayerRequest.bf16_dispatch_variable`.
+    Read once, when a request is built from the command line; the value then travels as
+    `LayerRequest.bf16_dispatch_variable`.
 
     Args:
         environ: Usually `os.environ`.

@@ -62,10 +62,10 @@ def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, .
     if candidate.dispatcher is None:
         return ()
     dispatcher, runner = candidate.dispatcher.spec, candidate.runner.spec
-    if dispatcher.format != runner.format:
+    if not candidate.has_one_format:
         return (Reason("format", f"{runner.format} tokens", f"{dispatcher.format} tokens"),)
     reasons = []
-    if dispatcher.row_alignment % runner.row_alignment and dispatcher.row_alignment:
+    if dispatcher.row_alignment % runner.row_alignment:
         needs = f"rows per expert in multiples of {runner.row_alignment}"
         reasons.append(Reason("alignment", needs, f"multiples of {dispatcher.row_alignment}"))
     if runner.format == "standard" and dispatcher.id_space != runner.id_space and request.ep_size > 1:

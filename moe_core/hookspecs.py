@@ -142,9 +142,10 @@ def process_weights_after_loading(  # type: ignore[empty-body]
     Args:
         plan: The layer's plan; its `weight_layout` tag is the one to produce.
         weights: Canonical tensors of this rank's experts: `w13 [L, 2I, H]` rows [gate; up] (not gated:
-            `[L, I, H]`; `activation.row_order` says where they are interleaved), `w2 [L, H, I]`, `b13`, `b2`, scales;
-            any strides. `weights.release(e)`, if not None, gives expert `e`'s raw memory back.
-        out: None to make new tensors; otherwise the earlier result, to be refilled in the same storage.
+            `[L, I, H]`; interleaved where `plan.request.activation.row_order` says so), `w2 [L, H, I]`, `b13`, `b2`,
+            scales; any strides. `weights.release(e)`, if not None, gives expert `e`'s raw memory back.
+        out: None to make new tensors; otherwise the earlier result, to be refilled in the same storage and given
+            the callables of `weights` (the core binds again if these have changed).
 
     Returns:
         `PreparedWeights` with the plan's layout tag and **every** per-expert tensor (`out` itself if given).

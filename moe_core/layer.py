@@ -113,7 +113,11 @@ class MoELayer(torch.nn.Module):
         foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
         if foreign:
             raise WeightsError(f"the layer lies on {device}, these weights do not: {foreign}; nothing was loaded")
+        callables = prepared.activation, prepared.post_norm
         self._manager.process_weights(self.plan, weights, prepared)
+        if (prepared.activation, prepared.post_norm) != callables:
+            # Bound functions hold the callables themselves.
+            self._bound = BoundExperts(self.plan, prepared, self._manager, self._group)
 
     def forward(
         self,

@@ -16,6 +16,8 @@ import attrs
 import torch
 
 Tensor: TypeAlias = torch.Tensor
+#: The project's word for a float dtype -> torch's.
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: `[rows, 2I]` (or `[rows, I]`) after GEMM1 -> `[rows, I]`.
 ActivationFn: TypeAlias = Callable[[Tensor], Tensor]
 #: `[rows, H]` -> `[rows, H]` after GEMM2, before the top-k weights.
@@ -122,7 +124,8 @@ class RawWeights:
 
     Attributes:
         tensors: Name in `WEIGHT_NAMES` -> tensor with the local expert as first axis, any strides. Quantized
-            weights are in their stored form (packed fp4 and int4: uint8 `[.., K/2]`, element 2i in the low nibble).
+            weights are in their stored form (fp4 and int4: uint8, two elements per byte along the last axis, the
+            first in the low nibble).
         activation: The callable of an activation of kind `module`.
         post_norm: The callable after each expert's down projection, for layers that have one.
         handed_over: Whether the receiver may keep these tensors instead of copying them.

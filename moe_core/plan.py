@@ -43,11 +43,6 @@ class Route:
     graph_capture: bool = False
 
     @property
-    def is_fused(self) -> bool:
-        """Whether one call does dispatch, both GEMMs and combine."""
-        return self.dispatcher is None
-
-    @property
     def candidate(self) -> Candidate:
         """The pair that this route uses."""
         return Candidate(self.dispatcher, self.runner)

@@ -80,9 +80,10 @@ def resolve(
 def _declared(plugins: Iterable[PluginSpec]) -> list[tuple[_Declared, tuple[Requirement, ...]]]:
     found: list[tuple[_Declared, tuple[Requirement, ...]]] = []
     ordered = sorted(plugins, key=lambda plugin: plugin.name)
-    for plugin, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if following is not None and following.name == plugin.name:
+    for plugin, following in itertools.pairwise(ordered):
+        if following.name == plugin.name:
             raise PluginConflictError(f"two declarations are called {plugin.name!r}; neither may win: rename one")
+    for plugin in ordered:
         for dispatcher in sorted(plugin.dispatchers, key=lambda spec: spec.short_name):
             found.append((DeclaredDispatcher(plugin.name, dispatcher), plugin.requirements))
         for runner in sorted(plugin.runners, key=lambda spec: spec.short_name):
@@ -144,7 +145,7 @@ def _report_pair(
     dispatcher, runner = candidate.dispatcher.spec if candidate.dispatcher else None, candidate.runner.spec
     reasons = pair_reasons(candidate, request) + pin_reasons(candidate, pins)
     # Tokens of another format have no dtype to compare.
-    if any(reason.code == "format" for reason in reasons):
+    if not candidate.has_one_format:
         return PairReport(candidate=candidate, reasons=reasons), None
     options = dispatch_dtype.candidates(request, dispatcher, runner)
     dtype = dispatch_dtype.choose(request, environment.device_type, dispatcher, runner, pins.dispatch_dtype)

@@ -17,15 +17,13 @@ Letters: `T` tokens, `E` experts, `K` top-k, `G` groups.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import attrs
 import torch
 
 from moe_core.errors import InputError, SpecError
+from moe_core.payloads import Tensor
 from moe_core.vocabulary import at_least, instance_of, one_of
-
-Tensor: TypeAlias = torch.Tensor
 
 #: What an expert's score is: its probability among all experts, its own sigmoid, or the bare logit, which
 #: becomes a probability among the chosen experts only.

@@ -150,7 +150,27 @@ def _layer_patterns(value: Any) -> Any:
 
 
 @attrs.frozen(kw_only=True)
-class DispatcherSpec:
+class _Part:
+    """What dispatchers and runners declare alike; documented on both."""
+
+    name: str = attrs.field(validator=is_name)
+    devices: tuple[str, ...] = attrs.field(
+        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
+    )
+    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
+    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
+    id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
+    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
+    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    phases: tuple[str, ...] = attrs.field(
+        default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
+    )
+    graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
+    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
+
+
+@attrs.frozen(kw_only=True)
+class DispatcherSpec(_Part):
     """Who moves tokens, in one mode.
 
     Attributes:
@@ -176,31 +196,17 @@ class DispatcherSpec:
         deterministic: Equal calls give equal bits.
     """
 
-    name: str = attrs.field(validator=is_name)
     mode: str = attrs.field(validator=is_name)
     binder: str = attrs.field()
     format: str = attrs.field(validator=one_of(*(word for word in FORMATS if word != "fused")))
     sends: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[tuple_of(TokenDtype), _not_empty])
-    devices: tuple[str, ...] = attrs.field(
-        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
-    )
-    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
     token_placements: tuple[str, ...] = attrs.field(
         default=("distributed",), converter=as_sorted_tuple, validator=[each_one_of(*TOKEN_PLACEMENTS), _not_empty]
     )
     row_alignment: int = attrs.field(default=0, validator=at_least(0))
-    id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
     dtypes: tuple[str, ...] = attrs.field(
         default=FLOAT_DTYPES, converter=as_sorted_tuple, validator=[each_one_of(*FLOAT_DTYPES), _not_empty]
     )
-    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
-    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
-    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
-    phases: tuple[str, ...] = attrs.field(
-        default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
-    )
-    graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
-    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
 
     @binder.validator
     def _check_binder(self, attribute: attrs.Attribute[str], value: object) -> None:
@@ -217,7 +223,7 @@ class DispatcherSpec:
 
 
 @attrs.frozen(kw_only=True)
-class RunnerSpec:
+class RunnerSpec(_Part):
     """Who multiplies: one kernel on one format.
 
     Attributes:
@@ -242,7 +248,6 @@ class RunnerSpec:
         tier: `reference`, `generic`, `tuned` or `fused`; ranks where no measurement does.
     """
 
-    name: str = attrs.field(validator=is_name)
     kernel: str = attrs.field(validator=is_name)
     format: str = attrs.field(validator=one_of(*FORMATS))
     reads: tuple[TokenDtype, ...] = attrs.field(converter=as_tuple, validator=[tuple_of(TokenDtype), _not_empty])
@@ -255,25 +260,12 @@ class RunnerSpec:
     dtypes: tuple[str, ...] = attrs.field(converter=as_sorted_tuple, validator=[each_one_of(*FLOAT_DTYPES), _not_empty])
     weight_layout: str = attrs.field(validator=is_name)
     a2a: str | None = attrs.field(default=None, validator=attrs.validators.optional(is_name))
-    devices: tuple[str, ...] = attrs.field(
-        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
-    )
-    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
     token_placements: tuple[str, ...] = attrs.field(
         default=TOKEN_PLACEMENTS, converter=as_sorted_tuple, validator=[each_one_of(*TOKEN_PLACEMENTS), _not_empty]
     )
     bias: bool = attrs.field(default=False, validator=instance_of(bool))
-    weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
     post_norm: bool = attrs.field(default=False, validator=instance_of(bool))
     row_alignment: int = attrs.field(default=1, validator=at_least(1))
-    id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
-    limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
-    requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
-    phases: tuple[str, ...] = attrs.field(
-        default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
-    )
-    graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
-    deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
     tier: str = attrs.field(default="generic", validator=one_of(*TIERS))
 
     def __attrs_post_init__(self) -> None:
@@ -355,6 +347,11 @@ class Candidate:
     def full_name(self) -> str:
         """`plugin:a2a.mode + plugin:runner.kernel`, or the fused runner's name."""
         return f"{self.dispatcher.full_name} + {self.runner.full_name}" if self.dispatcher else self.runner.full_name
+
+    @property
+    def has_one_format(self) -> bool:
+        """Whether the runner reads the format that the dispatcher writes."""
+        return self.dispatcher is None or self.dispatcher.spec.format == self.runner.spec.format
 
     @property
     def a2a_backend(self) -> str:

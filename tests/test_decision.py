@@ -4,13 +4,13 @@ import json
 import pickle
 
 import pytest
+from fakes import A3, CPU, PREFILL_AND_DECODE, SM90, VENDORS, decide, expect, request
 
 from moe_core.decision import PluginReport, Reason
 from moe_core.errors import SpecError
 from moe_core.quant import W8A8_INT8
 from moe_core.request import Workload
 from moe_core.resolver import resolve
-from tests.fakes import A3, CPU, PREFILL_AND_DECODE, SM90, VENDORS, decide, expect, request
 
 
 @pytest.mark.error_path
@@ -85,3 +85,10 @@ def test_failed_plugins_are_part_of_the_decision() -> None:
 def test_reasons_of_a_name_come_once() -> None:
     reasons = FEASIBLE.reasons_of("ascend_npu:ascend.bf16")
     assert [reason.code for reason in reasons] == ["package", "device", "arch"]
+
+
+@pytest.mark.parametrize("pin", [None, "torch.masked"])
+def test_pairs_of_different_formats_are_counted_and_not_listed(pin: str | None) -> None:
+    (workload,) = decide(request(runner_backend=pin), CPU).workloads
+    assert [pair.candidate.runner.spec.format for pair in workload.joined] == ["contiguous", "masked", "standard"]
+    assert workload.num_unjoined == 6

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes import expect
 
 from moe_core.discovery import Failed, Loaded, find, load
 from moe_core.errors import PluginError, UnknownNameError
 from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
-from tests.fakes import expect
 
 GOOD = """
 from moe_core.hookspecs import hookimpl

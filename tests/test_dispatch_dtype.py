@@ -4,16 +4,7 @@ from typing import Any
 
 import attrs
 import pytest
-
-from moe_core.decision import Decision, DtypeChoice
-from moe_core.deprecated import BF16_DISPATCH_VARIABLE, bf16_dispatch_requested
-from moe_core.environment import Environment
-from moe_core.planner import PlanWarning, make_plan
-from moe_core.quant import BF16, FP8_BLOCK128, MXFP8, NVFP4, W4A4_INT4, W8A8_INT8, QuantScheme
-from moe_core.request import Workload
-from moe_core.resolver import resolve
-from moe_core.specs import PluginSpec, TokenDtype
-from tests.fakes import (
+from fakes import (
     A2,
     A3,
     A5,
@@ -34,6 +25,15 @@ from tests.fakes import (
     request,
     runner,
 )
+
+from moe_core.decision import Decision, DtypeChoice
+from moe_core.deprecated import BF16_DISPATCH_VARIABLE, bf16_dispatch_requested
+from moe_core.environment import Environment
+from moe_core.planner import PlanWarning, make_plan
+from moe_core.quant import BF16, FP8_BLOCK128, MXFP8, NVFP4, W4A4_INT4, W8A8_INT8, QuantScheme
+from moe_core.request import Workload
+from moe_core.resolver import resolve
+from moe_core.specs import PluginSpec, TokenDtype
 
 Tokens = tuple[TokenDtype, ...]
 

@@ -12,6 +12,7 @@ from layers import build, exact, random_tensors, random_tokens, torch_manager
 from reference_moe import rel
 
 from moe_core import Environment, ExpertGroup, LayerRequest, MoELayer, RawWeights, Workload
+from moe_core.activation import ActivationSpec
 from moe_core.errors import InputError, PluginError, ResolutionError, WeightsError
 from moe_core.payloads import PreparedWeights
 from moe_core.quant import NVFP4, W8A8_INT8
@@ -36,6 +37,22 @@ def test_loading_again_gives_what_a_fresh_load_gives_in_the_same_storage(layer: 
         assert rel(layer(*tokens).double(), exact(SMALL, tensors, tokens)) < 2e-6
         assert all(torch.equal(tensors[name], kept[name]) for name in tensors)
     assert places == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+
+
+def test_a_reload_brings_its_callables() -> None:
+    request = attrs.evolve(SMALL, activation=ActivationSpec(kind="module", gated=False), post_norm=True)
+    tensors, tokens = random_tensors(request), random_tokens(request, 6)
+    layer = MoELayer(request, environment=CPU, manager=torch_manager())
+    outputs = []
+    for activation, post_norm in ((torch.tanh, torch.sin), (torch.relu, torch.sin), (torch.relu, torch.cos)):
+        weights = RawWeights(tensors=tensors, activation=activation, post_norm=post_norm)
+        layer.load_weights(weights)
+        fresh = MoELayer(request, environment=CPU, manager=torch_manager())
+        fresh.load_weights(weights)
+        outputs.append(layer(*tokens))
+        assert torch.equal(outputs[-1], fresh(*tokens))
+    assert not any(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert not torch.equal(outputs[1], outputs[2])
 
 
 def test_tensors_that_are_handed_over_are_not_copied() -> None:

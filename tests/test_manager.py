@@ -6,13 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from moe_core.discovery import Found
-from moe_core.errors import InputError, PluginConflictError, PluginError, UnknownNameError
-from moe_core.hookspecs import hookimpl, select_dispatcher
-from moe_core.manager import BackendManager
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Requirement
-from tests.fakes import (
+from fakes import (
     BF16_TOKENS,
     FP8_ROW,
     TORCH,
@@ -25,6 +19,12 @@ from tests.fakes import (
     request,
     runner,
 )
+
+from moe_core.discovery import Found
+from moe_core.errors import InputError, PluginConflictError, PluginError, UnknownNameError
+from moe_core.hookspecs import hookimpl, select_dispatcher
+from moe_core.manager import BackendManager
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Requirement
 
 
 def _found(name: str, load: Callable[[], object], distribution: str = "dist", version: str = "1.0") -> Found:

@@ -7,13 +7,13 @@ from typing import Any
 
 import attrs
 import pytest
+from fakes import CPU, SM90, dispatcher, request, runner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.errors import SpecError
 from moe_core.measurements import Measurement, MeasurementTable, shape_key
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner
-from tests.fakes import CPU, SM90, dispatcher, request, runner
 
 PAIR = Candidate(DeclaredDispatcher("toy", dispatcher()), DeclaredRunner("toy", runner()))
 ROW = Measurement(

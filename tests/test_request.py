@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 
 import pytest
+from fakes import request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from moe_core.activation import GEGLU, RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.quant import FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, LayerQuant, QuantScheme
 from moe_core.request import ExpertPlacement, LayerRequest, Pins, Workload
-from tests.fakes import request
 
 NAMES = {
     **vars(quant),

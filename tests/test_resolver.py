@@ -7,19 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
-from moe_core.environment import Environment
-from moe_core.errors import PluginConflictError, UnknownNameError
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
-from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
-from moe_core.request import LayerRequest, Workload
-from moe_core.resolver import resolve
-from moe_core.specs import Limit, PluginSpec, Requirement
-from moe_core.vocabulary import REASON_CODES
-from tests.fakes import (
+from fakes import (
     A2,
     A3,
     BF16_TOKENS,
@@ -43,6 +31,18 @@ from tests.fakes import (
     request,
     runner,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
+from moe_core.environment import Environment
+from moe_core.errors import PluginConflictError, UnknownNameError
+from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
+from moe_core.request import LayerRequest, Workload
+from moe_core.resolver import resolve
+from moe_core.specs import Limit, PluginSpec, Requirement
+from moe_core.vocabulary import REASON_CODES
 
 MASKED_BF16 = "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked_bf16"
 CONTIGUOUS_BF16 = "cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous_bf16"
@@ -497,6 +497,12 @@ def test_a_name_that_means_nothing(fields: dict[str, Any], match: str) -> None:
         decide(request(**fields), SM90)
     copied = pickle.loads(pickle.dumps(caught.value))
     expect(str(copied) == str(caught.value))
+
+
+def test_without_plugins_nothing_fits() -> None:
+    decision = resolve((), request(), CPU)
+    assert not decision.is_feasible
+    assert decision.error == "nothing fits workload any"
 
 
 @pytest.mark.error_path

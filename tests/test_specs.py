@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import pytest
+from fakes import BF16_TOKENS, VENDORS, dispatcher, plugin, runner
 
 from moe_core import activation, quant, specs
 from moe_core.errors import SpecError
@@ -19,7 +20,6 @@ from moe_core.specs import (
     answers_to,
     belongs_to,
 )
-from tests.fakes import BF16_TOKENS, VENDORS, dispatcher, plugin, runner
 
 NAMES = {**vars(quant), **vars(activation), **vars(specs)}
 

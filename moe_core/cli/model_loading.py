@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 
 from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
-from moe_core.weights.expected import FLOAT
-
-_IMPLEMENTATION = "moe_core"
+from moe_core.integrations.transformers import NAME, PreparedExperts, prepare, register
+from moe_core.payloads import TORCH_DTYPES
 
 
 def require_transformers() -> Any:
@@ -46,7 +44,7 @@ def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=FLOAT[dtype] if dtype else "auto",
+            dtype=TORCH_DTYPES[dtype] if dtype else "auto",
             local_files_only=True,
             experts_implementation="eager",
         )
@@ -62,21 +60,19 @@ def _device(device: str | None) -> torch.device:
     return accelerator or torch.device("cpu")
 
 
-def prepare_experts(model: Any, a2a_backend: str | None, runner_backend: str | None) -> Mapping[str, Any]:
+def prepare_experts(model: Any, a2a_backend: str | None, runner_backend: str | None) -> dict[str, PreparedExperts]:
     """Switch a model's experts to moe-core.
 
     Returns:
-        Per experts module its bound experts, with `plan` and `decision`.
+        Name of each experts module -> what serves it.
 
     Raises:
         UnsupportedModelError: The model has no experts that can be switched.
         ResolutionError: Nothing fits one of its layers, or a pin does not.
     """
-    bridge = importlib.import_module("moe_core.integrations.transformers")
-    bridge.register()
+    register()
     try:
-        model.set_experts_implementation(_IMPLEMENTATION)
+        model.set_experts_implementation(NAME)
     except ValueError as error:
         raise UnsupportedModelError(f"{type(model).__name__}: its experts cannot be switched: {error}") from error
-    bound: Mapping[str, Any] = bridge.prepare(model, runner_backend=runner_backend, a2a_backend=a2a_backend)
-    return bound
+    return prepare(model, runner_backend=runner_backend, a2a_backend=a2a_backend)

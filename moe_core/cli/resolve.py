@@ -13,11 +13,11 @@ from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import decision_view, machine_view, plan_view
 from moe_core.cli.requests import ACTIVATIONS, DEFAULTS, requested_groups, workloads
 from moe_core.decision import Decision
-from moe_core.environment import PRESETS, load_environment, probe_environment
+from moe_core.environment import PRESETS, Environment, load_environment, probe_environment
 from moe_core.errors import ResolutionError
-from moe_core.manager import default_manager
+from moe_core.manager import BackendManager, default_manager
 from moe_core.model_config import LayerGroup
-from moe_core.plan import MoEPlan
+from moe_core.plan import MoEPlan, Route
 from moe_core.planner import make_plan
 from moe_core.quant import SCHEMES
 from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
@@ -143,21 +143,23 @@ def resolve(
     groups = requested_groups(model, layer, dtype, quant_scheme, shared)
     manager = default_manager()
     machine = load_environment(environment) if environment else probe_environment(manager.modules_required())
-    results = []
-    for group in groups:
-        try:
-            plan, decision = make_plan(manager, group.request, machine)
-            results.append(Resolved(group=group, decision=decision, plan=plan))
-        except ResolutionError as error:
-            if error.decision is None:
-                raise
-            results.append(Resolved(group=group, decision=error.decision, plan=None, error=str(error)))
+    results = [_resolved(group, manager, machine) for group in groups]
     _show(results, explain, as_json)
     errors = dict.fromkeys(result.error for result in results if result.error)
     for message in errors:
         print_error(message)
     if errors:
         raise typer.Exit(1)
+
+
+def _resolved(group: LayerGroup, manager: BackendManager, machine: Environment) -> Resolved:
+    try:
+        plan, decision = make_plan(manager, group.request, machine)
+    except ResolutionError as error:
+        if error.decision is None:
+            raise
+        return Resolved(group=group, decision=error.decision, plan=None, error=str(error))
+    return Resolved(group=group, decision=decision, plan=plan)
 
 
 def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
@@ -181,30 +183,32 @@ def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
 
 
 def _json(result: Resolved) -> dict[str, Any]:
-    plan = result.plan
     return {
         "layers": list(result.group.layers),
-        "plan": None
-        if plan is None
-        else {
-            "routes": [
-                {
-                    "phase": route.phase,
-                    "max_tokens": route.max_tokens,
-                    "dispatcher": route.dispatcher.full_name if route.dispatcher else None,
-                    "runner": route.runner.full_name,
-                    "dispatch_dtype": str(route.token_dtype),
-                    "dtype_rule": route.dtype_rule,
-                    "dtype_requested": route.dtype_requested,
-                    "row_alignment": route.row_alignment,
-                    "selected_by": route.selected_by,
-                }
-                for route in plan.routes
-            ],
-            "weight_layout": plan.weight_layout,
-            "output_is_complete": plan.output_is_complete,
-            "notes": list(plan.notes),
-        },
+        "plan": None if result.plan is None else _plan_json(result.plan),
         "decision": result.decision.to_json(),
         "error": result.error,
+    }
+
+
+def _plan_json(plan: MoEPlan) -> dict[str, Any]:
+    return {
+        "routes": [_route_json(route) for route in plan.routes],
+        "weight_layout": plan.weight_layout,
+        "output_is_complete": plan.output_is_complete,
+        "notes": list(plan.notes),
+    }
+
+
+def _route_json(route: Route) -> dict[str, Any]:
+    return {
+        "phase": route.phase,
+        "max_tokens": route.max_tokens,
+        "dispatcher": route.dispatcher.full_name if route.dispatcher else None,
+        "runner": route.runner.full_name,
+        "dispatch_dtype": str(route.token_dtype),
+        "dtype_rule": route.dtype_rule,
+        "dtype_requested": route.dtype_requested,
+        "row_alignment": route.row_alignment,
+        "selected_by": route.selected_by,
     }

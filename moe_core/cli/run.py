@@ -20,6 +20,7 @@ from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_core.cli.generation import Generated
     from moe_core.cli.text_codec import TextCodec
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
@@ -87,22 +88,13 @@ def run(
         logits = generation.prompt_logits(network, ids)
     with stage("generating"):
         generated = generation.generate(network, ids, max_new_tokens)
-    rows = _figures(generated, codec, network)
+    figures = _figures(generated, codec, network)
     if reference is not None:
-        rows["difference"] = _difference(logits, reference)
-    if sample is not None:
+        figures["difference"] = _difference(logits, reference)
+    if text is not None and sample is not None:
         with stage("perplexity"):
-            tokens = codec.encode(sample)
-            measured = generation.perplexity(network, tokens, len(sample.encode("utf-8")), window)
-        rows["perplexity"] = (
-            f"{measured.per_byte:.3f} per byte, {measured.per_token:.3f} per token "
-            f"({measured.predicted_tokens} tokens of {text}, windows of {window})"
-        )
-    console = stdout()
-    console.print("\ntext", style="bold")
-    console.print(f"{prompt}{codec.decode(generated.ids)}", soft_wrap=not console.is_terminal)
-    console.print("\nfigures", style="bold")
-    console.print(fields({f"  {label}": value for label, value in rows.items()}))
+            figures["perplexity"] = _perplexity(network, codec, sample, text, window)
+    _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
 
 
 def _read(path: Path) -> str:
@@ -128,7 +120,15 @@ def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
         stdout().print(plan_view(layers, plan, title))
 
 
-def _figures(generated: Any, codec: TextCodec, network: Any) -> dict[str, str]:
+def _print_result(text: str, figures: Mapping[str, str]) -> None:
+    console = stdout()
+    console.print("\ntext", style="bold")
+    console.print(text, soft_wrap=not console.is_terminal)
+    console.print("\nfigures", style="bold")
+    console.print(fields({f"  {label}": value for label, value in figures.items()}))
+
+
+def _figures(generated: Generated, codec: TextCodec, network: Any) -> dict[str, str]:
     decode = generated.decode_rate
     return {
         "model": f"{type(network).__name__}, {network.num_parameters() / 1e6:.1f} M parameters, "
@@ -136,6 +136,16 @@ def _figures(generated: Any, codec: TextCodec, network: Any) -> dict[str, str]:
         "prefill": f"{generated.prefill_rate:.1f} tokens/s ({generated.prefill_tokens} tokens)",
         "decode": "no token decoded" if decode is None else f"{decode:.1f} tokens/s ({len(generated.ids) - 1} tokens)",
     }
+
+
+def _perplexity(network: Any, codec: TextCodec, sample: str, source: Path, window: int) -> str:
+    from moe_core.cli.generation import perplexity
+
+    measured = perplexity(network, codec.encode(sample), len(sample.encode("utf-8")), window)
+    return (
+        f"{measured.per_byte:.3f} per byte, {measured.per_token:.3f} per token "
+        f"({measured.predicted_tokens} tokens of {source}, windows of {window})"
+    )
 
 
 def _difference(logits: Tensor, reference: Tensor) -> str:

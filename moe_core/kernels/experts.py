@@ -6,32 +6,11 @@ import attrs
 import torch
 
 from moe_core.kernels.combine import combine
+from moe_core.kernels.expert_weights import Experts
 from moe_core.kernels.grouped import Groups, grouped_linear, make_groups
-from moe_core.kernels.linear import ExpertLinear
 from moe_core.kernels.one_token import experts_of_one_token, takes_one_token
 from moe_core.kernels.permute import gather_row_values, gather_rows, permute
-from moe_core.payloads import ActivationFn, PostNormFn, Tensor
-
-
-@attrs.define(eq=False, kw_only=True)
-class Experts:
-    """Everything about the local experts that does not change between calls.
-
-    Attributes:
-        w13: First projection.
-        w2: Second projection.
-        activation: `[rows, N1] -> [rows, I]`.
-        post_norm: `[rows, H] -> [rows, H]` after the second projection and its bias, or None.
-        weight_on_input: The router weight multiplies the input of the first projection; then not the output.
-        deterministic: A token's result is the same bits alone, in any batch and in any order; CPU only.
-    """
-
-    w13: ExpertLinear
-    w2: ExpertLinear
-    activation: ActivationFn
-    post_norm: PostNormFn | None = None
-    weight_on_input: bool = False
-    deterministic: bool = False
+from moe_core.payloads import ActivationFn, Tensor
 
 
 @torch.no_grad()
@@ -47,17 +26,8 @@ def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tens
     Returns:
         `[T, H]` in the layer's dtype; zeros for a token without local expert.
     """
-    if not experts.deterministic and takes_one_token(hidden_states, experts.w13, experts.w2):
-        return experts_of_one_token(
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            experts.w13,
-            experts.w2,
-            experts.activation,
-            experts.post_norm,
-            experts.weight_on_input,
-        )
+    if takes_one_token(hidden_states, experts):
+        return experts_of_one_token(hidden_states, topk_ids, topk_weights, experts)
     permutation = permute(topk_ids, experts.w13.weight.shape[0])
     rows = gather_rows(hidden_states, permutation)
     weights: Tensor | None = topk_weights

@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch.nn import functional
 
-from moe_core.kernels.linear import ExpertLinear, Group, active_groups, linear_by_expert, linear_by_expert_op
-from moe_core.kernels.quantize import fake_quantize_activations
+from moe_core.kernels.expert_weights import ExpertLinear
+from moe_core.kernels.linear import Group, active_groups, linear_by_expert, linear_by_expert_op
 from moe_core.payloads import Tensor
 
 #: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop (measured on AVX2).
@@ -48,12 +48,12 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
         groups: Where the rows of each expert are.
         linear: The weights; activations are rounded as its scheme says.
-        deterministic: See `linear.linear_by_expert`; on CPU only.
+        deterministic: As in `linear.linear_by_expert`; on CPU only.
 
     Returns:
         fp32 from the loop, bf16 from the grouped GEMM.
     """
-    rows = fake_quantize_activations(rows, linear.scheme, linear.input_scale)
+    rows = linear.round_activations(rows, linear.input_scale)
     if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:

@@ -1,19 +1,19 @@
-"""One linear map per expert over rows grouped by expert, on CPU: the loop over experts that have rows.
+"""One linear map per expert over rows grouped by expert: the loop over experts that have rows.
 
-Half precision GEMMs of CPUs without bf16 or fp16 instructions reach a fraction of the fp32 rate, except for up to
-three rows (bound by memory). So few rows are multiplied as stored, and more rows by fp32 copies of the weight, made
-block by block in a scratch that stays in the cache. Quantized weights are read through the same blocks, so that never
-more than one block of dequantized weights is alive.
+It runs on any device; how it multiplies is made for CPUs. Those without bf16 or fp16 instructions multiply half
+precision at a fraction of the fp32 rate, except for up to three rows (bound by memory). So few rows are multiplied as
+stored, and more rows by fp32 copies of the weight, made block by block in a scratch that stays in the cache. Quantized
+weights are read through the same blocks, so that never more than one block of dequantized weights is alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
 import torch
 from torch.nn import functional
 
+from moe_core.kernels.expert_weights import ExpertLinear
 from moe_core.kernels.quantize import dequantize_into
 from moe_core.payloads import Tensor
 from moe_core.quant import SCHEMES, QuantScheme
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 4 << 20
 _FEW_ROWS = 3
 #: Most rows for which a block is multiplied in one part per thread (measured with two threads).
 _SPLIT_ROWS = 128
-#: Row strides of whole cache lines: the same alignment for every row of the deterministic loop.
+#: fp32 numbers per cache line. Rows of whole lines have the same alignment, which the deterministic loop relies on.
 _LINE = 16
 
 #: Half precision dtypes for which this CPU's GEMM is fast at any size.
@@ -35,38 +35,6 @@ _HAS_FAST_GEMM = {
 
 #: An expert with rows, its first row, and the row after its last real one.
 Group = tuple[int, int, int]
-
-
-@attrs.define(eq=False, kw_only=True)
-class ExpertLinear:
-    """The weights of one projection of all local experts.
-
-    Attributes:
-        weight: `[L, N, C]` in the stored form of `scheme`, any strides.
-        scheme: How `weight` is stored, and what activations are rounded to.
-        bias: `[L, N]` or None.
-        scale: `[L, N, ..]` scales of a quantized weight, None otherwise.
-        row_scale: `[L, N]` fp32, one more multiplier of each output row (a global scale of its half), or None.
-        input_scale: fp32 scalar of statically scaled activations, or None.
-    """
-
-    weight: Tensor
-    scheme: QuantScheme
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-    row_scale: Tensor | None = None
-    input_scale: Tensor | None = None
-    #: Name of `scheme` in `SCHEMES`: what an operator can be given.
-    scheme_name: str = attrs.field(init=False, default="")
-
-    def __attrs_post_init__(self) -> None:
-        """Look the name up once; a compiler should not have to follow it."""
-        self.scheme_name = self.scheme.label
-
-    @property
-    def num_outputs(self) -> int:
-        """Width `N` of the output rows."""
-        return self.weight.shape[1]
 
 
 def active_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> list[Group]:

@@ -1,7 +1,7 @@
 """Rows grouped by expert: where each (token, slot) goes, and the copies that put it there.
 
-Everything is static in shape and free of host syncs, except that on CPU, outside compilation, the number of rows is
-exact instead of a bound. The order is stable: inside an expert, tokens keep their order.
+Everything is static in shape and free of host syncs, except that on CPU, outside compilation, the number of padded rows
+is exact instead of a bound. The order is stable: inside an expert, tokens keep their order.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from moe_core.quant import FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_I
 #: `(weight rows, their scales, fp32 output) -> None`; rows are independent, so a part of an expert may be given.
 _Reader = Callable[[Tensor, Tensor, Tensor], None]
 
+#: `(x [rows, C], input_scale or None) -> [rows, C]`.
+ActivationRounder = Callable[[Tensor, Tensor | None], Tensor]
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: Both values of every packed byte, low nibble first.
 _E2M1_PAIRS = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
@@ -91,70 +94,58 @@ _READERS: dict[QuantScheme, _Reader] = {
 }
 
 
-def readable_schemes() -> tuple[QuantScheme, ...]:
-    """Every scheme that `dequantize` reads."""
-    return (*FLOAT_SCHEMES, *_READERS)
+def activation_rounder(scheme: QuantScheme) -> ActivationRounder:
+    """The function `(x, input_scale) -> x` that shows activations as a GEMM of `scheme` sees them.
 
-
-def fake_quantize_activations(x: Tensor, scheme: QuantScheme, input_scale: Tensor | None = None) -> Tensor:
-    """The activations as a GEMM of `scheme` sees them: rounded to its activation dtype and scaled back.
-
-    Args:
-        x: `[rows, C]`, any float dtype.
-        scheme: Says the activation dtype; `same` returns `x` itself.
-        input_scale: One fp32 multiplier for all rows, for static scaling (NVFP4: the calibrated amax / 2688).
-
-    Returns:
-        `[rows, C]` fp32; a row of zeros stays zero. Dynamic int8: scale = amax / 127 of the row in fp32, codes
-        rounded half to even and clamped to -128..127. Dynamic fp8: scale = amax / 448 per 128 channels, then e4m3.
-        NVFP4: an e4m3 scale = amax / 6 / input_scale per 16 channels, then e2m1.
+    It rounds `x [rows, C]` (any float dtype) to the scheme's activation dtype and scales it back, giving fp32; a row of
+    zeros stays zero. Dynamic int8: scale = amax / 127 of the row in fp32, codes rounded half to even and clamped to
+    -128..127. Dynamic fp8: scale = amax / 448 per 128 channels, then e4m3. NVFP4: an e4m3 scale = amax / 6 /
+    input_scale per 16 channels, then e2m1, with one fp32 `input_scale` for all rows (the calibrated amax / 2688).
+    Activation dtype `same` gives `x` itself.
 
     Raises:
-        UnknownNameError: No entry for this activation dtype and scaling.
-        InputError: Static scaling without its scale.
+        UnknownNameError: The scheme has no entry.
     """
     if scheme.activation_dtype == "same":
-        return x
-    if scheme.activation_scaling == "static" and input_scale is None:
-        raise InputError(f"activations of scheme {scheme.label} need input_scale, got None")
-    if scheme == NVFP4 and input_scale is not None:
-        return _round_nvfp4(x.float(), input_scale)
+        return _as_it_is
     if scheme not in _ROUNDERS:
         raise UnknownNameError("quantization scheme", scheme.label, (s.label for s in SUPPORTED_SCHEMES))
-    return _ROUNDERS[scheme](x.float())
+    return _ROUNDERS[scheme]
+
+
+def _as_it_is(x: Tensor, input_scale: Tensor | None) -> Tensor:
+    return x
 
 
 def quantize_rows_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """`[rows, C]` -> e4m3 `[rows, C]` and fp32 scales `[rows, ceil(C / 128)]`, scale = amax / 448; zeros stay zeros."""
     num_rows, width = values.shape
-    groups = torch.nn.functional.pad(values.float(), (0, -width % _FP8_GROUP)).view(num_rows, -1, _FP8_GROUP)
+    padded = torch.nn.functional.pad(values.float(), (0, -width % _FP8_GROUP))
+    # Counted, since without rows torch cannot infer a size.
+    groups = padded.view(num_rows, padded.shape[1] // _FP8_GROUP, _FP8_GROUP)
     scales = groups.abs().amax(-1) / _E4M3_MAX
     divisor = torch.where(scales == 0, 1.0, scales)
     codes = (groups / divisor[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.view(num_rows, -1)[:, :width], scales
+    return codes.view(padded.shape)[:, :width], scales
 
 
-def _round_fp8_per_group(values: Tensor) -> Tensor:
-    codes, scales = quantize_rows_fp8(values)
-    return codes.float() * scales.repeat_interleave(_FP8_GROUP, dim=1)[:, : values.shape[1]]
+def _round_fp8_per_group(x: Tensor, input_scale: Tensor | None) -> Tensor:
+    codes, scales = quantize_rows_fp8(x)
+    return codes.float() * scales.repeat_interleave(_FP8_GROUP, dim=1)[:, : x.shape[1]]
 
 
-def _round_int8_per_token(values: Tensor) -> Tensor:
+def _round_int8_per_token(x: Tensor, input_scale: Tensor | None) -> Tensor:
+    values = x.float()
     scale = values.abs().amax(dim=-1, keepdim=True) / _INT8_MAX
     # A zero row would divide zero by zero; any scale gives it zero codes.
     divisor = torch.where(scale == 0, 1.0, scale)
     return (values / divisor).round_().clamp_(-128.0, _INT8_MAX).mul_(scale)
 
 
-#: Dynamic rounding of activations, one entry per scheme that has it.
-_ROUNDERS: dict[QuantScheme, Callable[[Tensor], Tensor]] = {
-    W8A8_INT8: _round_int8_per_token,
-    FP8_BLOCK128: _round_fp8_per_group,
-}
-
-
-def _round_nvfp4(values: Tensor, input_scale: Tensor) -> Tensor:
-    groups = values.unflatten(-1, (-1, _NVFP4_GROUP))  # type: ignore[no-untyped-call]
+def _round_nvfp4(x: Tensor, input_scale: Tensor | None) -> Tensor:
+    if input_scale is None:
+        raise InputError("activations of scheme nvfp4 need input_scale, got None")
+    groups = x.float().unflatten(-1, (-1, _NVFP4_GROUP))  # type: ignore[no-untyped-call]
     block_scale = groups.abs().amax(-1, keepdim=True) / _E2M1_MAX / input_scale
     # Saturating: the cast alone would give NaN beyond the largest e4m3 value.
     block_scale = block_scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
@@ -169,3 +160,11 @@ def _round_e2m1(values: Tensor) -> Tensor:
     size = values.abs()
     step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
     return ((values / step).round() * step).clamp(-_E2M1_MAX, _E2M1_MAX)
+
+
+#: One entry per scheme that rounds activations.
+_ROUNDERS: dict[QuantScheme, ActivationRounder] = {
+    W8A8_INT8: _round_int8_per_token,
+    FP8_BLOCK128: _round_fp8_per_group,
+    NVFP4: _round_nvfp4,
+}

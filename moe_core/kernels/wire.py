@@ -9,10 +9,9 @@ import torch
 
 from moe_core.errors import SpecError
 from moe_core.kernels.quantize import quantize_rows_fp8
-from moe_core.payloads import StandardTokens, Tensor
+from moe_core.payloads import TORCH_DTYPES, StandardTokens, Tensor
 from moe_core.specs import TokenDtype
 
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Channels that share one scale in the `row_128` layout.
 _GROUP = 128
 
@@ -30,7 +29,7 @@ def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tenso
         SpecError: Another dtype than these.
     """
     parts = [hidden_states]
-    if token_dtype.dtype not in _FLOATS:
+    if token_dtype.dtype not in TORCH_DTYPES:
         parts = list(_quantize(hidden_states, token_dtype))
     parts += [local_ids.int(), topk_weights.float()]
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
@@ -38,8 +37,8 @@ def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tenso
 
 def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: TokenDtype) -> StandardTokens:
     """The tokens of `encode_message`; quantized ones stay quantized."""
-    dtypes = [(_FLOATS.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
-    is_quantized = token_dtype.dtype not in _FLOATS
+    dtypes = [(TORCH_DTYPES.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
+    is_quantized = token_dtype.dtype not in TORCH_DTYPES
     if is_quantized:
         dtypes.append((torch.float32, -(-hidden_size // _GROUP)))
     dtypes += [(torch.int32, top_k), (torch.float32, top_k)]

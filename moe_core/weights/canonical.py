@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import WeightsError
+from moe_core.payloads import Tensor
 from moe_core.vocabulary import require_word
-
-Tensor = torch.Tensor
 
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
 ORIENTATIONS = ("out_in", "in_out")

@@ -6,11 +6,10 @@ import attrs
 import torch
 
 from moe_core.errors import WeightsError
-from moe_core.payloads import RawWeights
+from moe_core.payloads import TORCH_DTYPES, RawWeights
 from moe_core.quant import WHOLE, QuantScheme
 from moe_core.request import LayerRequest
 
-FLOAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Stored element types of quantized weights; 4-bit ones are packed two to a byte along the last axis.
 _STORED = {"fp8": (torch.float8_e4m3fn,), "int8": (torch.int8,), "int4": (torch.uint8,), "fp4": (torch.uint8,)}
 _SCALES = {
@@ -47,7 +46,7 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
     }
     if request.bias:
         # Biases stay in float whatever the weights are; checkpoints keep them in either of these.
-        floats = (FLOAT[request.dtype], torch.float32)
+        floats = (TORCH_DTYPES[request.dtype], torch.float32)
         expected["b13"] = Expected((experts, rows), floats)
         expected["b2"] = Expected((experts, hidden), floats)
     return expected
@@ -55,7 +54,7 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
 
 def _projection(name: str, scheme: QuantScheme, experts: int, rows: int, columns: int) -> dict[str, Expected]:
     if not scheme.is_quantized:
-        return {name: Expected((experts, rows, columns), (FLOAT[scheme.weight_dtype],))}
+        return {name: Expected((experts, rows, columns), (TORCH_DTYPES[scheme.weight_dtype],))}
     stored = columns // 2 if scheme.weight_dtype in ("int4", "fp4") else columns
     found = {name: Expected((experts, rows, stored), _STORED[scheme.weight_dtype])}
     block = scheme.weight_block

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import types
 
-from moe_core.activation import ActivationPattern
+from fakes import fake_plugin, runner
+
 from moe_core.hookspecs import hookimpl
+from moe_core.plan import MoEPlan
 from moe_core.quant import FP8_BLOCK128, NVFP4
-from moe_core.specs import PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.specs import PluginSpec, Requirement
 
 #: Runner name -> scheme and device generations; neither supports sm75.
 RESTRICTED_RUNNERS = {"grouped_fp8": (FP8_BLOCK128, ("sm90", "sm100")), "masked_fp4": (NVFP4, ("sm100", "sm103"))}
@@ -16,14 +18,9 @@ RESTRICTED_RUNNERS = {"grouped_fp8": (FP8_BLOCK128, ("sm90", "sm100")), "masked_
 def restricted_plugin() -> types.ModuleType:
     """A plugin of runners that need recent GPUs and packages which are not installed."""
     runners = [
-        RunnerSpec(
-            name=name,
-            kernel="standard",
-            format="standard",
-            reads=(TokenDtype("bf16"),),
+        runner(
+            name,
             schemes=(scheme,),
-            activations=(ActivationPattern(),),
-            dtypes=("bf16",),
             weight_layout=name,
             devices=("cuda",),
             archs=archs,
@@ -32,14 +29,7 @@ def restricted_plugin() -> types.ModuleType:
         )
         for name, (scheme, archs) in RESTRICTED_RUNNERS.items()
     ]
-    module = types.ModuleType("restricted")
-
-    @hookimpl
-    def declare_backends() -> PluginSpec:
-        return PluginSpec(name="restricted", hook_api=1, runners=runners)
-
-    module.declare_backends = declare_backends  # type: ignore[attr-defined]
-    return module
+    return fake_plugin("restricted", runners=runners)
 
 
 def make_plugin_module(kind: str) -> types.ModuleType:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_core.cli import generation
+from moe_core.cli import generation, model_loading
 from moe_core.cli.text_codec import ByteCodec, load_codec
 from moe_core.environment import PRESETS
 from moe_core.errors import SpecError
@@ -64,7 +63,6 @@ def stub_bridge(monkeypatch):
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     calls = []
-    stub = types.ModuleType("moe_core.integrations.transformers")
     plan, _ = make_plan(default_manager(), REQUEST, PRESETS["cpu"])
 
     def prepare(model, **pins):
@@ -74,9 +72,8 @@ def stub_bridge(monkeypatch):
 
     # Not through its `register`, which nothing undoes.
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "moe_core", _wrong_on_purpose)
-    stub.register = lambda: None
-    stub.prepare = prepare
-    monkeypatch.setitem(sys.modules, "moe_core.integrations.transformers", stub)
+    monkeypatch.setattr(model_loading, "register", lambda: None)
+    monkeypatch.setattr(model_loading, "prepare", prepare)
     return calls
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import oracle
 import pytest
 import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.kernels.activation import activation_function
-
-from . import oracle
 
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _GATED = [

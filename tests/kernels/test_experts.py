@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import oracle
 import pytest
 import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.activation import activation_function
 from moe_core.kernels.combine import combine
-from moe_core.kernels.experts import Experts, experts_contiguous, experts_masked, experts_standard
-from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
 from moe_core.kernels.permute import gather_masked, gather_rows, masked_row_map, permute
 from moe_core.kernels.quantize import dequantize
 from moe_core.payloads import Tensor
 from moe_core.quant import FP32, MXFP4_W4A16, W8A8_INT8, QuantScheme
-
-from . import oracle
 
 _SWIGLU = ActivationSpec()
 _DTYPES = list(oracle.TOLERANCE)

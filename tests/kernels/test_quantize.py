@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from moe_core.errors import InputError, UnknownNameError
-from moe_core.kernels.quantize import dequantize, fake_quantize_activations, readable_schemes
-from moe_core.kernels.schemes import SUPPORTED_SCHEMES
+from moe_core.kernels import quantize
+from moe_core.kernels.quantize import dequantize, fake_quantize_activations
+from moe_core.kernels.schemes import FLOAT_SCHEMES, SUPPORTED_SCHEMES
 from moe_core.quant import BF16, MXFP4_W4A16, MXFP8, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def test_declared_schemes_are_the_table() -> None:
-    assert set(readable_schemes()) == set(SUPPORTED_SCHEMES)
+    assert {*FLOAT_SCHEMES, *quantize._READERS} == set(SUPPORTED_SCHEMES)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
@@ -51,7 +52,7 @@ def test_a_scheme_without_entry_is_named_with_the_known(scheme: QuantScheme) -> 
     with pytest.raises(UnknownNameError, match=rf"{scheme.label}.*w8a8_int8"):
         dequantize(torch.zeros(2, 2), torch.ones(2), scheme)
     with pytest.raises(UnknownNameError, match=scheme.label):
-        fake_quantize_activations(torch.zeros(2, 2), scheme)
+        activation_rounder(scheme)
 
 
 def test_missing_scales_are_named() -> None:
@@ -64,9 +65,15 @@ def test_int8_activations_are_rounded_half_to_even_per_token(dtype: torch.dtype)
     # amax 127 makes the scale exactly 1, so that the halves are ties.
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.25], [0.0] * 5, [-254.0, 1.0, 3.0, 5.0, 100.0]]).to(dtype)
     want = torch.tensor([[127.0, 0.0, 2.0, -2.0, 3.0], [0.0] * 5, [-254.0, 0.0, 4.0, 4.0, 100.0]])
-    assert torch.equal(fake_quantize_activations(x, W8A8_INT8), want)
+    assert torch.equal(activation_rounder(W8A8_INT8)(x, None), want)
 
 
 def test_unquantized_activations_pass_through() -> None:
     x = torch.randn(2, 4)
-    assert fake_quantize_activations(x, MXFP4_W4A16) is x
+    assert activation_rounder(MXFP4_W4A16)(x, None) is x
+
+
+@pytest.mark.parametrize("scheme", SUPPORTED_SCHEMES, ids=str)
+@pytest.mark.parametrize("width", [32, 160])
+def test_no_rows_stay_no_rows(scheme: QuantScheme, width: int) -> None:
+    assert fake_quantize_activations(torch.empty(0, width), scheme, torch.tensor(0.01)).shape == (0, width)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 
 from moe_core.activation import SWIGLU_OAI, ActivationSpec
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.experts import Experts, experts_contiguous, experts_standard
-from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_contiguous, experts_standard
 from moe_core.kernels.permute import gather_rows, permute
 from moe_core.payloads import Tensor
 from moe_core.quant import W8A8_INT8, QuantScheme
-
-from . import oracle
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,8 +17,8 @@ from moe_core.agreement import check_agreement
 from moe_core.backends.torch.alltoall import bind_standard
 from moe_core.discovery import Found
 from moe_core.environment import probe_environment
+from moe_core.payloads import TORCH_DTYPES
 from moe_core.specs import TokenDtype
-from moe_core.weights.expected import FLOAT
 
 TORCH_PLUGIN = "moe_core.backends.torch.plugin"
 
@@ -43,7 +43,7 @@ def random_tensors(request: LayerRequest, seed: int = 0) -> dict[str, torch.Tens
     tensors = {"w13": w13, "w2": draw(experts, hidden, inner) / inner**0.5}
     if request.bias:
         tensors |= {"b13": draw(*w13.shape[:2]) / 4, "b2": draw(experts, hidden) / 4}
-    return {name: tensor.to(FLOAT[request.dtype]) for name, tensor in tensors.items()}
+    return {name: tensor.to(TORCH_DTYPES[request.dtype]) for name, tensor in tensors.items()}
 
 
 def random_tokens(
@@ -51,7 +51,7 @@ def random_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, ids (some -1, some repeated) and weights that do not sum to one."""
     generator = torch.Generator().manual_seed(seed)
-    hidden_states = torch.randn(num_tokens, request.hidden_size, generator=generator).to(FLOAT[request.dtype])
+    hidden_states = torch.randn(num_tokens, request.hidden_size, generator=generator).to(TORCH_DTYPES[request.dtype])
     topk_ids = torch.randint(-1, request.num_experts, (num_tokens, request.top_k), generator=generator)
     topk_weights = torch.rand(num_tokens, request.top_k, generator=generator) + 0.25
     return hidden_states, topk_ids, topk_weights

@@ -23,7 +23,7 @@ COLLECTIVE_SECONDS = 20
 
 @attrs.frozen
 class RankError:
-    """What a rank raised, and how many seconds after its start."""
+    """What a rank raised: class and text."""
 
     text: str
 

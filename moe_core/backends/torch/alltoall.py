@@ -18,9 +18,8 @@ from moe_core.errors import InputError
 from moe_core.kernels.checks import check_ids
 from moe_core.kernels.combine import combine
 from moe_core.kernels.wire import decode_message, encode_message
-from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, StandardTokens, Tensor
+from moe_core.payloads import TORCH_DTYPES, CombineFn, DispatchFn, ExpertGroup, StandardTokens, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_core.weights.expected import FLOAT
 
 
 @attrs.define(eq=False)
@@ -52,7 +51,7 @@ class AllToAll:
         request = plan.request
         self._group, self._size = group.process_group, group.size
         self._num_experts, self._top_k, self._hidden = request.num_experts, request.top_k, request.hidden_size
-        self._token_dtype, self._dtype = route.token_dtype, FLOAT[request.dtype]
+        self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
         self._owner = torch.empty(request.num_experts, dtype=torch.int64)
         self._local = torch.empty(request.num_experts, dtype=torch.int32)
         for rank in range(group.size):
@@ -127,7 +126,7 @@ def _bind_permuted(
     plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
 ) -> tuple[DispatchFn, CombineFn]:
     exchange = AllToAll(plan, route, group)
-    dtype = FLOAT[plan.request.dtype]
+    dtype = TORCH_DTYPES[plan.request.dtype]
 
     def dispatch(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Any, _Handle]:
         received, sent = exchange.dispatch(hidden_states, topk_ids, topk_weights)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.experts import Experts, experts_contiguous, experts_masked, experts_standard
-from moe_core.kernels.linear import ExpertLinear
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
 from moe_core.payloads import ContiguousTokens, ExpertsFn, MaskedTokens, PreparedWeights, StandardTokens, Tensor
 from moe_core.plan import MoEPlan, Route
 from moe_core.quant import QuantScheme

@@ -20,6 +20,7 @@ from moe_core.kernels.permute import (
     permute,
 )
 from moe_core.payloads import (
+    TORCH_DTYPES,
     CombineFn,
     ContiguousTokens,
     DispatchFn,
@@ -29,7 +30,6 @@ from moe_core.payloads import (
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route
-from moe_core.weights.expected import FLOAT
 
 #: What undoes a local permutation: `row_map [T, K]` and the weights that combine applies, None if the input has them.
 LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
@@ -108,9 +108,8 @@ class LocalPermutation:
         """M: exact where the host may look, else T, which suffices unless a token names an expert twice."""
         most = local_ids.shape[0]
         if local_ids.device.type == "cpu" and not torch.compiler.is_compiling() and local_ids.numel():
-            most = (
-                int(torch.bincount(local_ids.reshape(-1).clamp(min=-1) + 1)[1:].amax()) if local_ids.amax() >= 0 else 0
-            )
+            # Counts of the ids -1, 0, 1, ..: the first is of slots without expert.
+            most = int(torch.bincount(local_ids.reshape(-1) + 1, minlength=2)[1:].amax())
         return max(1, -(-most // self.row_alignment)) * self.row_alignment
 
 
@@ -157,7 +156,7 @@ def _bind_permuted(
     plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
 ) -> tuple[DispatchFn, CombineFn]:
     local_ids = LocalIds(plan, group)
-    dtype = FLOAT[plan.request.dtype]
+    dtype = TORCH_DTYPES[plan.request.dtype]
 
     def dispatch(
         hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor

@@ -59,7 +59,7 @@ _GROUPED_MM_ARCHS = ("sm90", "sm100", "sm103")
 
 
 def _runner(format_: str) -> RunnerSpec:
-    """A loop over the experts that have rows: everything, everywhere; reads the counts on the host."""
+    """Everything, everywhere: a loop over the experts that have rows where no grouped GEMM serves."""
     return RunnerSpec(
         name="torch",
         kernel=format_,
@@ -119,7 +119,7 @@ def declare_backends() -> PluginSpec:
 
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
-    """Canonical weights are read as they are."""
+    """Canonical weights are read as they are, global scales as factors of output rows."""
     from moe_core.backends.torch.weights import prepare
 
     return prepare(plan, weights, out)

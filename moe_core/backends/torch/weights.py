@@ -21,6 +21,7 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
         )
     for name, tensor in tensors.items():
         out[name].copy_(tensor.data)
+    out.activation, out.post_norm = weights.activation, weights.post_norm
     return out
 
 

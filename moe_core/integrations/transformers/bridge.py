@@ -16,10 +16,8 @@ from moe_core.errors import UnsupportedModelError
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
 from moe_core.integrations.transformers.traits import is_experts, local_parameters
 from moe_core.manager import BackendManager, default_manager
+from moe_core.model_config import SIZE_NAMES
 from moe_core.payloads import Tensor
-
-# Where configurations keep the experts per token. A wrong one costs a second resolution at the first call, no more.
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 
 
 def prepare(
@@ -131,6 +129,7 @@ def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[int, ...]:
 
 
 def _configured_top_k(module: torch.nn.Module) -> int:
+    """What the module's configuration says; a wrong one costs a second resolution at the first call, no more."""
     config = getattr(module, "config", None)
-    found = (getattr(config, name, None) for name in _TOP_K_NAMES)
+    found = (getattr(config, name, None) for name in SIZE_NAMES["top_k"])
     return next((value for value in found if isinstance(value, int) and value > 0), 1)

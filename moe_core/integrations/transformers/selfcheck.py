@@ -9,8 +9,7 @@ import torch
 
 from moe_core.errors import UnsupportedModelError
 from moe_core.integrations.transformers.layout import ExpertsLayout
-from moe_core.payloads import Tensor
-from moe_core.weights.expected import FLOAT
+from moe_core.payloads import TORCH_DTYPES, Tensor
 
 # Far above rounding (bf16 experts differ from each other by 1e-2 of the largest value, fp32 ones by 1e-5, and by 1e-3
 # where matrix units round their inputs), far below what another formula does to these probe tokens.
@@ -51,5 +50,5 @@ def _probe_tokens(layout: ExpertsLayout, device: torch.device) -> tuple[Tensor, 
     hidden_states = torch.randn(2, layout.hidden_size, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, last], [last, last // 2]])[:, :slots]
     weights = torch.tensor([[0.9, 0.35], [0.2, 0.6]])[:, :slots]
-    dtype = FLOAT[layout.dtype]
+    dtype = TORCH_DTYPES[layout.dtype]
     return hidden_states.to(device, dtype), ids.to(device), weights.to(device, dtype)

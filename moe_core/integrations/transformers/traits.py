@@ -10,11 +10,10 @@ import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError
-from moe_core.payloads import Tensor
-from moe_core.weights.expected import FLOAT
+from moe_core.payloads import TORCH_DTYPES, Tensor
 
 #: Torch dtype -> the project's word for it.
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # What every decorated module has, and what came with later versions.
 _OLDEST_FLAGS = ("is_transposed", "has_bias")
 
@@ -109,7 +108,8 @@ def _parameter_problems(tensors: dict[str, Tensor], flags: Flags) -> Iterator[st
             listed = ", ".join(sorted(expected))
             yield f"unknown parameter {name} {list(tensor.shape)}; its flags tell of {listed} and no other"
         elif tensor.dtype not in DTYPE_NAMES:
-            yield f"parameter {name} is {tensor.dtype}; this version reads unquantized {', '.join(FLOAT)} weights only"
+            known = ", ".join(TORCH_DTYPES)
+            yield f"parameter {name} is {tensor.dtype}; this version reads unquantized {known} weights only"
         elif tensor.device.type == "meta":
             yield f"parameter {name} is on the meta device; load the weights first"
         elif name in (flags.first_name, "down_proj") and tensor.dim() != 3:

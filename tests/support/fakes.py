@@ -67,7 +67,7 @@ def runner(name: str = "toy", kernel: str = "standard", **fields: Any) -> Runner
 
 def plugin(name: str = "toy", **fields: Any) -> PluginSpec:
     """A declaration for hook API 1."""
-    return PluginSpec(**({"name": name, "hook_api": 1} | fields))
+    return PluginSpec(name=name, hook_api=fields.pop("hook_api", 1), **fields)
 
 
 def fake_plugin(

@@ -1,6 +1,6 @@
 """What ran where: a model through the bridge on a GPU, and which dtypes torch's grouped GEMM takes without a host sync.
 
-Run on a machine with an NVIDIA GPU: python tests/support/gpu_check.py
+Run: python benchmarks/gpu_check.py        (needs an NVIDIA GPU)
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Tests of the building blocks on plain tensors."""
