@@ -7,7 +7,6 @@ import types
 from fakes import fake_plugin, runner
 
 from moe_core.hookspecs import hookimpl
-from moe_core.plan import MoEPlan
 from moe_core.quant import FP8_BLOCK128, NVFP4
 from moe_core.specs import PluginSpec, Requirement
 

@@ -7,7 +7,7 @@ import torch
 
 from moe_core.errors import InputError, UnknownNameError
 from moe_core.kernels import quantize
-from moe_core.kernels.quantize import dequantize, fake_quantize_activations
+from moe_core.kernels.quantize import activation_rounder, dequantize
 from moe_core.kernels.schemes import FLOAT_SCHEMES, SUPPORTED_SCHEMES
 from moe_core.quant import BF16, MXFP4_W4A16, MXFP8, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 
