@@ -103,7 +103,7 @@ class MoELayer(torch.nn.Module):
             self._reload(weights, self._bound.weights)
             return
         prepared = self._manager.process_weights(self.plan, weights, None)
-        _take_ownership(prepared, weights)
+        _take_ownership(prepared, weights, len(self.local_experts))
         self._bound = BoundExperts(self.plan, prepared, self._manager, self._group)
         for name, tensor in prepared.tensors.items():
             self.register_parameter(name, torch.nn.Parameter(tensor.data, requires_grad=False))
@@ -159,10 +159,24 @@ class MoELayer(torch.nn.Module):
         )
 
 
-def _take_ownership(prepared: PreparedWeights, weights: RawWeights) -> None:
-    """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors."""
-    for tensor in prepared.tensors.values():
-        if not tensor.owned:
-            if not weights.handed_over:
-                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-            tensor.owned = True
+def _take_ownership(prepared: PreparedWeights, weights: RawWeights, num_experts: int) -> None:
+    """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors.
+
+    Expert by expert, so that a caller who gives memory back never holds two copies of the whole layer.
+    """
+    borrowed = [tensor for tensor in prepared.tensors.values() if not tensor.owned]
+    if not weights.handed_over:
+        raw = [tensor.data for tensor in borrowed]
+        for tensor in borrowed:
+            tensor.data = torch.empty_like(tensor.data, memory_format=torch.contiguous_format)
+        for expert in range(num_experts):
+            for tensor, source in zip(borrowed, raw, strict=True):
+                # A tensor shared by all experts is copied with the first.
+                if tensor.expert_axis is not None:
+                    tensor.data.select(tensor.expert_axis, expert).copy_(source.select(tensor.expert_axis, expert))
+                elif expert == 0:
+                    tensor.data.copy_(source)
+            if weights.release is not None:
+                weights.release(expert)
+    for tensor in borrowed:
+        tensor.owned = True

@@ -129,7 +129,8 @@ class RawWeights:
         activation: The callable of an activation of kind `module`.
         post_norm: The callable after each expert's down projection, for layers that have one.
         handed_over: Whether the receiver may keep these tensors instead of copying them.
-        release: Called with a local expert id when its raw memory is no longer needed.
+        release: Called with a local expert id once nothing reads its raw memory any more, by whoever copied it: a
+            preparation that makes its own tensors, or the layer for tensors that were borrowed.
     """
 
     tensors: dict[str, Tensor]

@@ -62,6 +62,25 @@ def test_tensors_that_are_handed_over_are_not_copied() -> None:
     assert {n: p.data_ptr() for n, p in layer.named_parameters()} == {n: t.data_ptr() for n, t in tensors.items()}
 
 
+def test_each_expert_is_given_back_once_it_is_copied() -> None:
+    tensors, released = random_tensors(SMALL), list[int]()
+
+    def release(expert: int) -> None:
+        released.append(expert)
+        for tensor in tensors.values():
+            tensor[expert] = torch.nan
+
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    layer = MoELayer(SMALL, environment=CPU, manager=torch_manager())
+    for _ in ("load", "reload"):
+        for name, tensor in tensors.items():
+            tensor.copy_(kept[name])
+        layer.load_weights(RawWeights(tensors=tensors, release=release))
+        assert released == list(range(5))
+        assert all(torch.equal(parameter, kept[name]) for name, parameter in layer.named_parameters())
+        released.clear()
+
+
 def test_two_layers_do_not_disturb_each_other(layer: MoELayer) -> None:
     tokens = random_tokens(SMALL, 6)
     before = layer(*tokens)

@@ -22,6 +22,9 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     for name, tensor in tensors.items():
         out[name].copy_(tensor.data)
     out.activation, out.post_norm = weights.activation, weights.post_norm
+    if weights.release is not None:
+        for expert in range(weights.tensors["w13"].shape[0]):
+            weights.release(expert)
     return out
 
 
