@@ -59,7 +59,8 @@ class BoundExperts:
         """
         self.plan, self.weights = plan, weights
         group = group or ExpertGroup()
-        check_agreement(plan, group, next(iter(weights.tensors.values())).data.device)
+        self._device = next(iter(weights.tensors.values())).data.device
+        check_agreement(plan, group, self._device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
         request = plan.request
@@ -91,7 +92,16 @@ class BoundExperts:
                 elsewhere), or more tokens than the route's workload declares.
         """
         check_tokens(hidden_states, topk_ids, topk_weights, *self._sizes)
-        if hidden_states.requires_grad and torch.is_grad_enabled():
+        if hidden_states.device != self._device:
+            raise InputError(
+                f"hidden_states: expected device {self._device} of the weights, got {hidden_states.device}"
+            )
+        device_type = self._device.type
+        if torch.is_autocast_enabled(device_type):
+            # The layer has its dtype; autocast would lower it in some of its operations.
+            with torch.autocast(device_type, enabled=False):
+                return self(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
             return _InferenceOnly.apply(self, hidden_states, topk_ids, topk_weights, phase, overlap)  # type: ignore[no-any-return, no-untyped-call]
         return self._run(hidden_states, topk_ids, topk_weights, phase, overlap)
 
@@ -146,6 +156,10 @@ def _bind(
         dispatch, combine = getattr(importlib.import_module(module), name)(plan, route, group)
     except MoeCoreError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
+    if not (callable(dispatch) and callable(combine)):
+        raise PluginError(
+            f"{where}: expected two functions, got {type(dispatch).__name__} and {type(combine).__name__}"
+        )
     return BoundRoute(route, dispatch, experts, combine, None)  # type: ignore[arg-type]

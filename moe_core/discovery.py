@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
@@ -103,7 +104,7 @@ def find(allowed: Iterable[str] | None = None, asked_by: str = "the list of plug
     if _LOADING.get():
         raise PluginError(f"plugin {_LOADING.get()} asks for all plugins while it is being loaded; do that later")
     unique: dict[tuple[str, str, str], Found] = {}
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry_point in _entry_points():
         found = _found(entry_point)
         unique.setdefault((found.name, found.value, found.distribution), found)
     everything = sorted(unique.values(), key=lambda found: (found.name, found.distribution, found.value))
@@ -114,6 +115,23 @@ def find(allowed: Iterable[str] | None = None, asked_by: str = "the list of plug
         known = (found.name for found in everything)
         raise UnknownNameError("plugin", name, known, hint=f"It is named by {asked_by}.")
     return tuple(found for found in everything if found.name in wanted)
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    try:
+        return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    except Exception:
+        # One unreadable metadata folder stops the library's own search, whatever package it belongs to.
+        return [point for distribution in importlib.metadata.distributions() for point in _readable(distribution)]
+
+
+def _readable(distribution: importlib.metadata.Distribution) -> Iterable[importlib.metadata.EntryPoint]:
+    try:
+        return distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    except Exception as error:
+        location = getattr(distribution, "_path", "unknown place")
+        warnings.warn(f"entry points of {location} cannot be read, its plugins are not seen: {error}", stacklevel=2)
+        return ()
 
 
 def _found(entry_point: importlib.metadata.EntryPoint) -> Found:

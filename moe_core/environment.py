@@ -19,11 +19,13 @@ from typing import Any
 import attrs
 
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, is_arch, one_of, tuple_of
+from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of, tuple_of
 
 
 def _package_pairs(value: Any) -> Any:
-    return as_sorted_tuple(list(value.items()) if isinstance(value, Mapping) else value)
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    # JSON has lists where Python has pairs.
+    return as_sorted_tuple([tuple(pair) if isinstance(pair, list) else pair for pair in pairs])
 
 
 def _are_packages(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
@@ -49,8 +51,8 @@ class Environment:
 
     device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
     arch: str = attrs.field(default="", validator=is_arch)
-    device_name: str = ""
-    driver: str = ""
+    device_name: str = attrs.field(default="", validator=instance_of(str))
+    driver: str = attrs.field(default="", validator=instance_of(str))
     packages: tuple[tuple[str, str], ...] = attrs.field(
         default=(), converter=_package_pairs, validator=[tuple_of(tuple), _are_packages]
     )

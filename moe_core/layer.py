@@ -89,6 +89,8 @@ class MoELayer(torch.nn.Module):
         """Global ids of this rank's experts, in the order of its weight rows."""
         return self.request.local_experts(self._group.rank)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_weights(self, weights: RawWeights) -> None:
         """Load, check, prepare and bind this rank's weights; called again, refill the same storage.
 
@@ -104,9 +106,10 @@ class MoELayer(torch.nn.Module):
             return
         prepared = self._manager.process_weights(self.plan, weights, None)
         _take_ownership(prepared, weights, len(self.local_experts))
-        self._bound = BoundExperts(self.plan, prepared, self._manager, self._group)
+        bound = BoundExperts(self.plan, prepared, self._manager, self._group)
         for name, tensor in prepared.tensors.items():
             self.register_parameter(name, torch.nn.Parameter(tensor.data, requires_grad=False))
+        self._bound = bound
 
     def _reload(self, weights: RawWeights, prepared: PreparedWeights) -> None:
         device = next(iter(prepared.tensors.values())).data.device
@@ -152,6 +155,11 @@ class MoELayer(torch.nn.Module):
                 )
         return self
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        """Copy always: the bound functions read these very tensors, so that assigned ones would go unnoticed."""
+        copying = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, copying, *rest)
+
     def __getstate__(self) -> dict[str, Any]:
         """Bound functions are not picklable; pickle the plan and load the weights again."""
         raise TypeError(
@@ -179,4 +187,4 @@ def _take_ownership(prepared: PreparedWeights, weights: RawWeights, num_experts:
             if weights.release is not None:
                 weights.release(expert)
     for tensor in borrowed:
-        tensor.owned = True
+        tensor.data, tensor.owned = tensor.data.detach(), True

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import attrs
+
 from moe_core.discovery import find
 from moe_core.errors import MoeCoreError, PluginError
 from moe_core.registry import PluginRegistry
@@ -72,11 +74,19 @@ class BackendManager(PluginRegistry):
         from moe_core.payloads import PreparedWeights
 
         name, hook = plan.runner_plugin, "process_weights_after_loading"
-        prepared = self._ask(name, hook, plan=plan, weights=weights, out=out)
+        # Its own mapping: what a plugin does to it stays with the plugin.
+        own = attrs.evolve(weights, tensors=dict(weights.tensors))
+        prepared = self._ask(name, hook, plan=plan, weights=own, out=out)
         if not isinstance(prepared, PreparedWeights):
             self._refuse(name, hook, f"expected PreparedWeights, got {type(prepared).__name__}")
         if out is not None and prepared is not out:
             self._refuse(name, hook, "expected the prepared weights given as out, refilled; got others")
+        if not isinstance(prepared.tensors, dict):
+            self._refuse(name, hook, f"expected a dict of PreparedTensor, got {type(prepared.tensors).__name__}")
+        strangers = [key for key, tensor in prepared.tensors.items() if not _is_prepared(key, tensor)]
+        if strangers or not prepared.tensors:
+            found = f"not under {strangers}" if strangers else "there are none"
+            self._refuse(name, hook, f"expected PreparedTensor objects under plain names, {found}")
         if prepared.layout != plan.weight_layout:
             self._refuse(name, hook, f"expected layout {plan.weight_layout!r}, got {prepared.layout!r}")
         return prepared
@@ -114,6 +124,12 @@ class BackendManager(PluginRegistry):
 
     def _refuse(self, plugin: str, hook: str, problem: str) -> NoReturn:
         raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {problem}")
+
+
+def _is_prepared(name: str, tensor: object) -> bool:
+    from moe_core.payloads import PreparedTensor
+
+    return isinstance(tensor, PreparedTensor) and hasattr(tensor.data, "data_ptr") and name.isidentifier()
 
 
 @functools.cache

@@ -71,9 +71,17 @@ def _place(candidate: Candidate, request: LayerRequest) -> _Place:
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
-    """Per preferred name 0 if it means a part of this candidate, else 1: earlier names weigh more, later ones too."""
-    parts = [part for part in (candidate.dispatcher, candidate.runner) if part is not None]
-    return tuple(int(not any(belongs_to(name, part) for part in parts)) for name in request.prefer)
+    """Per preferred name how well it is met, earlier names first: 0 by the runner, 1 by the dispatcher alone, else 2.
+
+    The runner comes first because a plugin's name means both: its dispatcher may serve other plugins' runners too.
+    """
+    return tuple(_how_met(name, candidate) for name in request.prefer)
+
+
+def _how_met(name: str, candidate: Candidate) -> int:
+    if belongs_to(name, candidate.runner):
+        return 0
+    return 1 if candidate.dispatcher is not None and belongs_to(name, candidate.dispatcher) else 2
 
 
 def _because(index: int, places: list[_Place], provenance: str) -> str:
@@ -82,7 +90,7 @@ def _because(index: int, places: list[_Place], provenance: str) -> str:
     # The last candidate is described by what sets it apart from the one before.
     place, neighbour = places[index], places[index + 1] if index + 1 < len(places) else places[index - 1]
     if place.preference != neighbour.preference:
-        return "prefer" if 0 in place.preference else "not preferred"
+        return "prefer" if min(place.preference) < 2 else "not preferred"
     if place.microseconds != neighbour.microseconds:
         return provenance or "not measured"
     if place.tier != neighbour.tier:

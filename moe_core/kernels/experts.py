@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import torch
 
 from moe_core.kernels.combine import combine
@@ -72,7 +71,7 @@ def experts_masked(rows: Tensor, masked_m: Tensor, experts: Experts) -> Tensor:
     num_experts, block, hidden_size = rows.shape
     group_ends = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32) * block
     out = _padded_rows(rows.reshape(-1, hidden_size), make_groups(masked_m, group_ends), experts)
-    return _narrow(out, rows.dtype).view(num_experts, block, -1)
+    return _narrow(out, rows.dtype).view(num_experts, block, out.shape[1])
 
 
 def _narrow(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,16 +82,15 @@ def _padded_rows(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
     """As `_rows_of_experts`; where host sizes are known, undefined rows cost nothing."""
     if groups.on_host is None:
         return _rows_of_experts(rows, groups, experts)
-    compact, ends = [], 0
-    for expert, start, end in groups.on_host:
-        compact.append((expert, ends, ends + end - start))
-        ends += end - start
-    if ends == rows.shape[0]:
+    num_real = sum(end - start for _, start, end in groups.on_host)
+    if num_real == rows.shape[0]:
         return _rows_of_experts(rows, groups, experts)
-    real = torch.cat([rows[start:end] for _, start, end in groups.on_host]) if compact else rows[:0]
-    result = _rows_of_experts(real, attrs.evolve(groups, on_host=compact), experts)
+    real = torch.cat([rows[start:end] for _, start, end in groups.on_host]) if num_real else rows[:0]
+    counts = groups.num_tokens_per_expert
+    compact = make_groups(counts, counts.cumsum(0, dtype=torch.int32))
+    result = _rows_of_experts(real, compact, experts)
     out = result.new_empty((rows.shape[0], result.shape[1]))
-    for (_, start, end), (_, first, last) in zip(groups.on_host, compact, strict=True):
+    for (_, start, end), (_, first, last) in zip(groups.on_host, compact.on_host or (), strict=True):
         out[start:end] = result[first:last]
     return out
 

@@ -50,7 +50,7 @@ def permute(topk_ids: Tensor, num_experts: int, alignment: int = 1) -> Permutati
     expert, order, counts = _sort_by_expert(topk_ids, num_experts)
     row = torch.arange(expert.numel(), device=expert.device)
     ends = counts.cumsum(0)
-    if alignment > 1:
+    if alignment > 1 and num_experts:
         padded = (counts + (alignment - 1)) // alignment * alignment
         padded_ends = padded.cumsum(0)
         # Position in sorted order, moved by the padding of the groups before.
@@ -72,7 +72,7 @@ def _sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
 
 
 def _num_rows(num_slots: int, num_experts: int, alignment: int, ends: Tensor) -> int:
-    if alignment > 1 and ends.device.type == "cpu" and not torch.compiler.is_compiling():
+    if alignment > 1 and num_experts and ends.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(ends[-1])
     return max_rows(num_slots, num_experts, alignment)
 
@@ -101,6 +101,8 @@ def masked_row_map(topk_ids: Tensor, num_experts: int, rows_per_expert: int) -> 
         `row_map [T, K]` int64 into the flattened `[L * M]` rows, -1 for none, and `masked_m [L]` int32.
     """
     expert, order, counts = _sort_by_expert(topk_ids, num_experts)
+    if num_experts == 0:
+        return torch.full(topk_ids.shape, -1, dtype=torch.int64, device=topk_ids.device), counts.int()
     local = expert.clamp(max=num_experts - 1)
     within = torch.arange(expert.numel(), device=expert.device) - (counts.cumsum(0) - counts)[local]
     row = torch.where(expert < num_experts, local * rows_per_expert + within, -1)
@@ -114,7 +116,7 @@ def gather_masked(hidden_states: Tensor, row_map: Tensor, num_experts: int, rows
     token = torch.arange(row_map.shape[0], device=row_map.device).repeat_interleave(row_map.shape[1])
     # Only rows with a slot are written: a block has far more rows than tokens.
     rows.index_copy_(0, _target(row_map, num_rows), hidden_states.index_select(0, token))
-    return rows[:-1].view(num_experts, rows_per_expert, -1)
+    return rows[:-1].view(num_experts, rows_per_expert, hidden_states.shape[1])
 
 
 def _target(row_map: Tensor, num_rows: int) -> Tensor:

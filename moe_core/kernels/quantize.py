@@ -22,11 +22,12 @@ ActivationRounder = Callable[[Tensor, Tensor | None], Tensor]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: Both values of every packed byte, low nibble first.
-_E2M1_PAIRS = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
+_E2M1_PAIRS = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], dtype=torch.float32)
 _INT8_MAX = 127.0
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 _NVFP4_GROUP = 16
+_MX_GROUP = 32
 _FP8_GROUP = 128
 
 
@@ -75,10 +76,12 @@ def _read_int8_per_channel(weight: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def _read_e2m1(weight: Tensor, scale: Tensor, out: Tensor) -> None:
     pairs = _E2M1_PAIRS.to(weight.device)
-    group = 2 * weight.shape[1] // scale.shape[1]
-    values = torch.nn.functional.embedding(weight.int(), pairs).view(*scale.shape, group)
-    factors = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-    out.copy_(values.mul_(factors.float().unsqueeze(-1)).view(out.shape))
+    values = torch.nn.functional.embedding(weight.int(), pairs).view(out.shape)
+    is_mx = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    factors = scale.view(torch.float8_e8m0fnu) if is_mx else scale
+    # The last group of a row may be shorter.
+    group = _MX_GROUP if is_mx else _NVFP4_GROUP
+    out.copy_(values.mul_(factors.float().repeat_interleave(group, dim=1)[:, : out.shape[1]]))
 
 
 def _read_fp8_block(weight: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -145,14 +148,17 @@ def _round_int8_per_token(x: Tensor, input_scale: Tensor | None) -> Tensor:
 def _round_nvfp4(x: Tensor, input_scale: Tensor | None) -> Tensor:
     if input_scale is None:
         raise InputError("activations of scheme nvfp4 need input_scale, got None")
-    groups = x.float().unflatten(-1, (-1, _NVFP4_GROUP))  # type: ignore[no-untyped-call]
+    width = x.shape[1]
+    # The last group of a row may be shorter.
+    padded = torch.nn.functional.pad(x.float(), (0, -width % _NVFP4_GROUP))
+    groups = padded.view(x.shape[0], padded.shape[1] // _NVFP4_GROUP, _NVFP4_GROUP)
     block_scale = groups.abs().amax(-1, keepdim=True) / _E2M1_MAX / input_scale
     # Saturating: the cast alone would give NaN beyond the largest e4m3 value.
     block_scale = block_scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
     scale = block_scale * input_scale
     # A block scale may round to zero; its values are then zero.
     codes = _round_e2m1(groups / torch.where(scale == 0, 1.0, scale))
-    return torch.flatten(codes * scale, start_dim=-2)
+    return torch.flatten(codes * scale, start_dim=1)[:, :width]
 
 
 def _round_e2m1(values: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
     experts, hidden, inner = num_local_experts, request.hidden_size, request.local_intermediate_size
     rows = request.activation.rows_per_channel * inner
     expected = {
-        **_projection("w13", request.quant.w13, experts, rows, hidden),
-        **_projection("w2", request.quant.w2, experts, hidden, inner),
+        **_projection("w13", request.quant.w13, experts, rows, hidden, request.activation.rows_per_channel),
+        **_projection("w2", request.quant.w2, experts, hidden, inner, 1),
     }
     if request.bias:
         # Biases stay in float whatever the weights are; checkpoints keep them in either of these.
@@ -52,9 +52,13 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
     return expected
 
 
-def _projection(name: str, scheme: QuantScheme, experts: int, rows: int, columns: int) -> dict[str, Expected]:
+def _projection(
+    name: str, scheme: QuantScheme, experts: int, rows: int, columns: int, halves: int
+) -> dict[str, Expected]:
     if not scheme.is_quantized:
         return {name: Expected((experts, rows, columns), (TORCH_DTYPES[scheme.weight_dtype],))}
+    if scheme.weight_dtype in ("int4", "fp4") and columns % 2:
+        raise WeightsError(f"{name}: {scheme} packs two values to a byte, so {columns} input channels cannot be stored")
     stored = columns // 2 if scheme.weight_dtype in ("int4", "fp4") else columns
     found = {name: Expected((experts, rows, stored), _STORED[scheme.weight_dtype])}
     block = scheme.weight_block
@@ -65,11 +69,15 @@ def _projection(name: str, scheme: QuantScheme, experts: int, rows: int, columns
         shape = (experts, across) if block == (1, WHOLE) else (experts, across, along)
         found[f"{name}_scale"] = Expected(shape, _SCALES[scheme.weight_scale])
     if scheme.global_scale:
-        halves = (experts, 2) if name == "w13" else (experts,)
-        found[f"{name}_global_scale"] = Expected(halves, (torch.float32,))
+        per_half: tuple[int, ...] = (experts, 2) if halves == 2 else (experts,)
+        found[f"{name}_global_scale"] = Expected(per_half, (torch.float32,))
     if scheme.activation_scaling == "static":
         found[f"{name}_input_scale"] = Expected((experts,), (torch.float32,))
     return found
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "meta" and value.layout == torch.strided
 
 
 def _scale_problem(name: str, tensor: torch.Tensor) -> str | None:
@@ -91,6 +99,9 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
     """
     expected = expected_tensors(request, num_local_experts)
     given = weights.tensors
+    strangers = [f"{name}: expected a tensor, got {type(t).__name__}" for name, t in given.items() if not _is_data(t)]
+    if strangers:
+        raise WeightsError("\n  ".join(["weights are not tensors with data; nothing was loaded:", *strangers]))
     problems = [f"{name}: missing, expected {list(expected[name].shape)}" for name in expected if name not in given]
     problems += [f"{name}: unknown; this layer has {', '.join(expected)}" for name in given if name not in expected]
     problems += [

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.errors import InputError
@@ -247,6 +248,30 @@ def test_model_saves_and_loads_as_ever(tmp_path: Path) -> None:
     input_ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8])
+def test_any_number_of_experts_per_token(top_k: int) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=top_k,
+    )
+    model, ids = Qwen3MoeForCausalLM(config).eval(), torch.arange(7)[None]
+    with torch.no_grad():
+        model.set_experts_implementation("eager")
+        want = model(ids).logits
+        model.set_experts_implementation(NAME)
+        (prepared,) = prepare(model).values()
+        assert (model(ids).logits - want).abs().max() <= 2e-5 * want.abs().max()
+    assert prepared.plan.request.top_k == top_k
+    assert len(repr(prepared)) < 300
 
 
 def test_prepare_names_modules_and_takes_pins() -> None:

@@ -100,7 +100,7 @@ class LocalPermutation:
             torch._assert_async(
                 (masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
-        expected = max(1, local_ids.numel() // self.num_local_experts)
+        expected = max(1, local_ids.numel() // max(1, self.num_local_experts))
         tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected)
         return tokens, (row_map, None if self.weight_on_input else topk_weights)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 
@@ -11,7 +13,8 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
 
     What is computed from raw tensors is a prepared tensor too, so that a reload refreshes it.
     """
-    tensors = _prepared(weights.tensors)
+    interleaved = plan.request.activation.row_order == "interleaved"
+    tensors = _prepared(weights.tensors, interleaved)
     if out is None:
         return PreparedWeights(
             layout=plan.weight_layout,
@@ -28,22 +31,25 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     return out
 
 
-def _prepared(raw: dict[str, Tensor]) -> dict[str, PreparedTensor]:
+def _prepared(raw: dict[str, Tensor], interleaved: bool) -> dict[str, PreparedTensor]:
     prepared = {}
     for name, tensor in raw.items():
         projection = name.partition("_")[0]
         if name.endswith("_global_scale"):
-            rows = _row_scale(tensor, raw[projection].shape[1])
+            rows = _row_scale(tensor, raw[projection].shape[1], interleaved)
             prepared[f"{projection}_row_scale"] = PreparedTensor(data=rows)
         elif name.endswith("_input_scale"):
             # One scale for all experts: a token is rounded once, before it is known which expert reads it.
             prepared[name] = PreparedTensor(data=tensor.max(), expert_axis=None)
         else:
-            prepared[name] = PreparedTensor(data=tensor, owned=False)
+            # Exponent bytes come in two dtypes; one of them here, or a reload with the other would convert numbers.
+            data = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
+            prepared[name] = PreparedTensor(data=data, owned=False)
     return prepared
 
 
-def _row_scale(global_scale: Tensor, num_rows: int) -> Tensor:
+def _row_scale(global_scale: Tensor, num_rows: int, interleaved: bool) -> Tensor:
     """`[L]` or `[L, 2]` (gate, up) -> `[L, num_rows]`: gate and up each keep their own scale."""
-    halves = global_scale.view(global_scale.shape[0], -1)
-    return halves.repeat_interleave(num_rows // halves.shape[1], dim=1)
+    halves = global_scale.reshape(global_scale.shape[0], -1)
+    times = num_rows // halves.shape[1]
+    return halves.repeat(1, times) if interleaved else halves.repeat_interleave(times, dim=1)

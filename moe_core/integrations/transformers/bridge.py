@@ -90,7 +90,7 @@ class _Beside:
     preparer: Preparer
     by_top_k: dict[int, PreparedExperts]
     seen: tuple[Tensor, ...]
-    stamp: tuple[int, ...]
+    stamp: tuple[object, ...]
     has_copies: bool
 
     @classmethod
@@ -119,10 +119,10 @@ def _prepared(module: torch.nn.Module, top_k: int) -> PreparedExperts:
     return by_top_k[top_k]
 
 
-def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[int, ...]:
+def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[object, ...]:
     """Where a module's parameters lie and, if copies of them were made, how often they were written."""
     parameters = local_parameters(module).values()
-    stamp = tuple(parameter.data_ptr() for parameter in parameters)
+    stamp: tuple[object, ...] = tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
     if with_versions:
         stamp += tuple(0 if parameter.is_inference() else parameter._version for parameter in parameters)
     return stamp

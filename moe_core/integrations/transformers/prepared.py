@@ -35,6 +35,10 @@ class PreparedExperts:
     decision: Decision
     bound: BoundExperts
 
+    def __repr__(self) -> str:
+        """The routes; the whole decision would flood a notebook."""
+        return f"<PreparedExperts {'; '.join(map(str, self.plan.routes))}>"
+
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on transformers' arguments.
 
@@ -51,7 +55,7 @@ class PreparedExperts:
         local = top_k_index.clamp(0, num_experts - 1) == top_k_index
         topk_ids = torch.where(local, top_k_index, -1)
         num_slots = topk_ids.shape[1]
-        if num_slots == top_k:
+        if num_slots == top_k or top_k > 1:
             return self.bound(hidden_states, topk_ids, top_k_weights)
         # A rank with fewer experts than a token has slots: each slot becomes a token.
         rows = hidden_states.repeat_interleave(num_slots, dim=0)
@@ -91,7 +95,7 @@ class Preparer:
         weights = _shared_weights(plan, others) or _prepare_weights(module, layout, plan, self.manager)
         prepared = PreparedExperts(plan=plan, decision=decision, bound=BoundExperts(plan, weights, self.manager))
         if (type(module), layout) not in self._checked:
-            check_against_eager(module, prepared, layout)
+            check_against_eager(module, prepared, layout, plan.request.top_k)
             self._checked.add((type(module), layout))
         return prepared
 

@@ -18,9 +18,9 @@ _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
 
 @torch.no_grad()
 def check_against_eager(
-    module: torch.nn.Module, experts: Callable[[Tensor, Tensor, Tensor], Tensor], layout: ExpertsLayout
+    module: torch.nn.Module, experts: Callable[[Tensor, Tensor, Tensor], Tensor], layout: ExpertsLayout, top_k: int
 ) -> None:
-    """Compare `experts` with the class's own forward on two tokens of unequal router weights.
+    """Compare `experts` with the class's own forward on two tokens with `top_k` experts of unequal router weights.
 
     Nothing is concluded from weights that are not filled yet, that is, if the module's own result is not finite.
 
@@ -31,7 +31,7 @@ def check_against_eager(
     if any(hasattr(parameter, "to_local") for parameter in parameters):
         # Split over ranks: the module's own forward runs only where transformers has set the parts in place.
         return
-    hidden_states, topk_ids, topk_weights = _probe_tokens(layout, parameters[0].device)
+    hidden_states, topk_ids, topk_weights = _probe_tokens(layout, top_k, parameters[0].device)
     with torch.autocast(hidden_states.device.type, enabled=False):
         expected = inspect.unwrap(type(module).forward)(module, hidden_states, topk_ids, topk_weights).float()
         found = experts(hidden_states, topk_ids, topk_weights).float()
@@ -44,11 +44,12 @@ def check_against_eager(
         )
 
 
-def _probe_tokens(layout: ExpertsLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    last = layout.num_experts - 1
-    slots = min(2, layout.num_experts)
+def _probe_tokens(layout: ExpertsLayout, top_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    # Where a plan takes slots one by one (top_k 1), two of them show whether the weights are the router's.
+    slots = top_k if top_k > 1 else min(2, layout.num_experts)
     hidden_states = torch.randn(2, layout.hidden_size, generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([[0, last], [last, last // 2]])[:, :slots]
-    weights = torch.tensor([[0.9, 0.35], [0.2, 0.6]])[:, :slots]
+    first = torch.arange(slots) * ((layout.num_experts - 1) // max(1, slots - 1) or 1)
+    ids = torch.stack([first, layout.num_experts - 1 - first])
+    weights = torch.stack([torch.linspace(0.9, 0.35, slots), torch.linspace(0.2, 0.6, slots)])
     dtype = TORCH_DTYPES[layout.dtype]
     return hidden_states.to(device, dtype), ids.to(device), weights.to(device, dtype)
