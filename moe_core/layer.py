@@ -13,7 +13,7 @@ from moe_core.environment import Environment, probe_environment
 from moe_core.errors import InputError, WeightsError
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurements import MeasurementTable
-from moe_core.payloads import ExpertGroup, PreparedWeights, RawWeights, Tensor
+from moe_core.payloads import ExpertGroup, PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
 from moe_core.request import LayerRequest
@@ -168,23 +168,28 @@ class MoELayer(torch.nn.Module):
 
 
 def _take_ownership(prepared: PreparedWeights, weights: RawWeights, num_experts: int) -> None:
-    """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors.
-
-    Expert by expert, so that a caller who gives memory back never holds two copies of the whole layer.
-    """
+    """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors."""
     borrowed = [tensor for tensor in prepared.tensors.values() if not tensor.owned]
     if not weights.handed_over:
-        raw = [tensor.data for tensor in borrowed]
-        for tensor in borrowed:
-            tensor.data = torch.empty_like(tensor.data, memory_format=torch.contiguous_format)
-        for expert in range(num_experts):
-            for tensor, source in zip(borrowed, raw, strict=True):
-                # A tensor shared by all experts is copied with the first.
-                if tensor.expert_axis is not None:
-                    tensor.data.select(tensor.expert_axis, expert).copy_(source.select(tensor.expert_axis, expert))
-                elif expert == 0:
-                    tensor.data.copy_(source)
-            if weights.release is not None:
-                weights.release(expert)
+        if weights.release is not None:
+            _copy_by_expert(borrowed, num_experts, weights.release)
+        else:
+            for tensor in borrowed:
+                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     for tensor in borrowed:
         tensor.data, tensor.owned = tensor.data.detach(), True
+
+
+def _copy_by_expert(borrowed: list[PreparedTensor], num_experts: int, release: Callable[[int], None]) -> None:
+    """Copy and give back one expert after the other: two copies of the whole layer never exist."""
+    raw = [tensor.data for tensor in borrowed]
+    for tensor in borrowed:
+        tensor.data = torch.empty_like(tensor.data, memory_format=torch.contiguous_format)
+    for expert in range(num_experts):
+        for tensor, source in zip(borrowed, raw, strict=True):
+            # A tensor shared by all experts is copied with the first.
+            if tensor.expert_axis is not None:
+                tensor.data.select(tensor.expert_axis, expert).copy_(source.select(tensor.expert_axis, expert))
+            elif expert == 0:
+                tensor.data.copy_(source)
+        release(expert)

@@ -80,10 +80,12 @@ def uses_grouped_gemm(linear: ExpertLinear) -> bool:
 
 def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:
     """Whether the loop on CPU would multiply (nearly) every group as stored; then one call saves its steps."""
+    if not groups.on_host:
+        return False
     weight = linear.weight
     # On CPU the kernel needs rows of the weight in order and on 16 bytes, which mapped files and views do not promise.
     aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0 and weight.stride(1) % 8 == 0
-    if not groups.on_host or weight.stride(2) != 1 or not aligned:
+    if weight.stride(2) != 1 or not aligned:
         return False
     largest = max(end - start for _, start, end in groups.on_host)
     return largest <= _GROUPED_GEMM_ROWS
