@@ -187,8 +187,10 @@ def _refusal(manager: BackendManager, decision: Decision) -> str:
             lines += [f"    {line}" for line in relevant_reasons(pins, workload)]
     lines += [f"  plugin {plugin.name} {plugin.status}: {plugin.error}" for plugin in decision.plugins if plugin.error]
     if any(request.pins(workload.workload) != Pins() for workload in decision.workloads):
-        lines.append(f"  would run without the pins: {_alternatives(manager, decision) or 'nothing'}")
-        lines.append("  change what a line names, or say allow_fallback=True to let another combination serve")
+        alternatives = _alternatives(manager, decision)
+        lines.append(f"  would run without the pins: {alternatives or 'nothing'}")
+        if alternatives:
+            lines.append("  change what a line names, or say allow_fallback=True to let another combination serve")
     return "\n".join(lines)
 
 

@@ -11,10 +11,10 @@ from moe_core.errors import UnknownNameError
 
 A2aBackend = Annotated[
     str | None,
-    typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: none, deepep, deepep.normal, plugin:name."),
+    typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: a name from list-backends."),
 ]
 RunnerBackend = Annotated[
-    str | None, typer.Option("--runner-backend", metavar="NAME", help="Pin the runner: torch, deep_gemm, plugin:name.")
+    str | None, typer.Option("--runner-backend", metavar="NAME", help="Pin the runner: a name from list-backends.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
 
