@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
+from fakes import expect, fake_plugin, runner
 from layers import build, exact, random_tensors, random_tokens, torch_manager
 from reference_moe import dequant_nvfp4, moe, quant_mxfp4, rel, unpack_nibbles
 
 from moe_core import Environment, ExpertGroup, LayerRequest, MoELayer, RawWeights
 from moe_core.activation import ActivationSpec
-from moe_core.errors import InputError, WeightsError
+from moe_core.backends.torch import local
+from moe_core.bound import BoundExperts
+from moe_core.discovery import find
+from moe_core.errors import InputError, PluginError, WeightsError
+from moe_core.payloads import PreparedTensor, PreparedWeights
+from moe_core.plan import MoEPlan, Route
 from moe_core.quant import MXFP4_W4A16, NVFP4_W4A16
 
 SMALL = LayerRequest(num_experts=4, top_k=2, hidden_size=64, intermediate_size=32)
@@ -157,3 +165,80 @@ def test_an_odd_number_of_packed_channels_is_refused() -> None:
     layer = MoELayer(request, environment=CPU, manager=torch_manager())
     with pytest.raises(WeightsError, match="33 input channels cannot be stored"):
         layer.load_weights(RawWeights(tensors={}))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_few_rows_in_aligned_bf16_groups(num_tokens: int) -> None:
+    request = attrs.evolve(SMALL, a2a_backend="none.contiguous")
+    tensors = random_tensors(request)
+    layer = build(request, tensors)
+    (route,) = layer.plan.routes
+    aligned = attrs.evolve(layer.plan, routes=(attrs.evolve(route, row_alignment=16),))
+    prepared = PreparedWeights(
+        layout=layer.plan.weight_layout, tensors={name: PreparedTensor(data=t) for name, t in tensors.items()}
+    )
+    tokens = random_tokens(request, num_tokens)
+    output = BoundExperts(aligned, prepared, torch_manager())(*tokens)
+    assert rel(output.double(), exact(request, tensors, tokens)) < BF16_TOLERANCE
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "there are none"),
+        ([], "expected a dict of PreparedTensor, got list"),
+        ({"w13": torch.zeros(1)}, r"not under \['w13'\]"),
+        ({"a.b": PreparedTensor(data=torch.zeros(1))}, r"not under \['a.b'\]"),
+    ],
+)
+def test_what_a_plugin_prepares_is_checked_in_its_name(tensors: object, message: str) -> None:
+    def prepare(plan: MoEPlan) -> PreparedWeights:
+        return PreparedWeights(layout=plan.weight_layout, tensors=tensors)
+
+    plugin = fake_plugin(runners=(runner(),), hooks={"process_weights_after_loading": prepare})
+    manager = torch_manager()
+    manager.register("toy", plugin)
+    layer = MoELayer(attrs.evolve(SMALL, runner_backend="toy"), environment=CPU, manager=manager)
+    with pytest.raises(PluginError, match=rf"'toy'.*process_weights_after_loading: .*{message}"):
+        layer.load_weights(RawWeights(tensors=random_tensors(SMALL)))
+    assert not list(layer.parameters())
+
+
+def bind_no_functions(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[int, int]:
+    return 1, 2
+
+
+@pytest.mark.error_path
+def test_a_binder_returns_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "bind_standard", bind_no_functions)
+    with pytest.raises(PluginError, match=r"bind_standard.*expected two functions, got int and int"):
+        build(SMALL, random_tensors(SMALL))
+
+
+@pytest.mark.error_path
+def test_tokens_on_another_device_than_the_weights_are_refused() -> None:
+    tokens = tuple(tensor.to("meta") for tensor in random_tokens(SMALL, 2))
+    with pytest.raises(InputError, match="expected device cpu of the weights, got meta"):
+        build(SMALL, random_tensors(SMALL))(*tokens)
+
+
+@pytest.mark.error_path
+def test_an_unreadable_metadata_folder_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (
+        ("broken", b"[moe_core.backends]\n\xff\xfe\n"),
+        ("good", b"[moe_core.backends]\ntoy = toy\n"),
+    ):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_bytes(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"broken-1\.0\.dist-info cannot be read"):
+        found = find()
+    expect("toy" in [plugin.name for plugin in found], found)
+
+
+def test_packages_of_an_environment_may_be_pairs_in_json() -> None:
+    pairs = Environment.from_json({"device_type": "cpu", "packages": [["torch", "2.13.0"]]})
+    assert pairs == Environment(device_type="cpu", packages={"torch": "2.13.0"})
