@@ -146,7 +146,7 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator
 
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
-    quant = request.quant
+    quant = request.local_quant
     if not any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in spec.schemes):
         yield Reason("scheme", " or ".join(map(str, spec.schemes)), str(quant))
     if not any(pattern.matches(request.activation) for pattern in spec.activations):

@@ -111,6 +111,8 @@ WEIGHT_NAMES = (
     "b2",
     "w13_scale",
     "w2_scale",
+    "w13_zero_point",
+    "w2_zero_point",
     "w13_global_scale",
     "w2_global_scale",
     "w13_input_scale",
@@ -125,7 +127,8 @@ class RawWeights:
     Attributes:
         tensors: Name in `WEIGHT_NAMES` -> tensor with the local expert as first axis, any strides. Quantized
             weights are in their stored form (fp4 and int4: uint8, two elements per byte along the last axis, the
-            first in the low nibble).
+            first in the low nibble; int4 as two's complement, zero points shifted alike). Scales: `[L, N]` per row,
+            `[L, 2]` (gate, up) or `[L, 1]` per tensor, else `[L, N / block rows, K / block columns]`, rounded up.
         activation: The callable of an activation of kind `module`.
         post_norm: The callable after each expert's down projection, for layers that have one.
         handed_over: Whether the receiver may keep these tensors instead of copying them.

@@ -169,10 +169,8 @@ class LayerRequest:
         """Sizes that contradict each other are refused here, before anything looks at them."""
         if self.top_k > self.num_experts:
             raise SpecError(f"LayerRequest: top_k {self.top_k} exceeds num_experts {self.num_experts}")
-        if self.intermediate_size % self.tp_size:
-            raise SpecError(
-                f"LayerRequest: intermediate_size {self.intermediate_size} does not divide by tp_size {self.tp_size}"
-            )
+        if self.tp_size > self.intermediate_size:
+            raise SpecError(f"LayerRequest: tp_size {self.tp_size} exceeds intermediate_size {self.intermediate_size}")
         phases = [workload.phase for workload in self.workloads]
         if not phases or len(set(phases)) != len(phases):
             raise SpecError(f"LayerRequest.workloads: phases must be present and distinct, got {phases}")
@@ -189,8 +187,14 @@ class LayerRequest:
 
     @property
     def local_intermediate_size(self) -> int:
-        """I of one tensor-parallel rank."""
-        return self.intermediate_size // self.tp_size
+        """I of one tensor-parallel rank; where I does not divide, the last ranks' rows are padded with zeros."""
+        return -(-self.intermediate_size // self.tp_size)
+
+    @property
+    def local_quant(self) -> LayerQuant:
+        """`quant` as one rank holds it: what runners are matched with, and what weights are checked against."""
+        halves = 2 if self.activation.gated else 1
+        return self.quant.cut(self.local_intermediate_size, halves=halves, tp_size=self.tp_size)
 
     @property
     def max_local_experts(self) -> int:

@@ -99,3 +99,25 @@ def test_both_projections() -> None:
     assert str(mixed) == "w4a4_int4/w8a8_int8"
     assert mixed.is_quantized
     assert not LayerQuant.of(BF16).is_quantized
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inner", "tp_size", "w13", "w2"),
+    [
+        (FP8_BLOCK128, 256, 1, (128, 128), (128, 128)),
+        # One tile over the end of the gate.
+        (FP8_BLOCK128, 64, 1, (64, 128), (128, 128)),
+        # A rank's 96 rows end inside a tile.
+        (FP8_BLOCK128, 96, 2, (32, 128), (128, 32)),
+        (W8A8_INT8, 10, 4, (1, WHOLE), (1, WHOLE)),
+        (NVFP4, 24, 2, (1, 16), (1, 8)),
+        (BF16, 10, 4, None, None),
+    ],
+)
+def test_blocks_end_where_a_share_ends(scheme: QuantScheme, inner: int, tp_size: int, w13: Any, w2: Any) -> None:
+    cut = LayerQuant.of(scheme).cut(inner, halves=2, tp_size=tp_size)
+    assert (cut.w13.weight_block, cut.w2.weight_block) == (w13, w2)
+
+
+def test_a_layer_without_gate_keeps_its_tiles() -> None:
+    assert LayerQuant.of(FP8_BLOCK128).cut(192, halves=1, tp_size=1) == LayerQuant.of(FP8_BLOCK128)

@@ -59,7 +59,7 @@ def test_a_request_can_be_written_down_and_read_back(layer: LayerRequest) -> Non
         ({"num_experts": True}, "field 'num_experts': expected an int >= 1, got True"),
         ({"hidden_size": 64.0}, "field 'hidden_size'"),
         ({"top_k": 65}, "top_k 65 exceeds num_experts 64"),
-        ({"intermediate_size": 30, "tp_size": 4}, "intermediate_size 30 does not divide by tp_size 4"),
+        ({"intermediate_size": 3, "tp_size": 4}, "tp_size 4 exceeds intermediate_size 3"),
         ({"dtype": "bfloat16"}, "LayerRequest, field 'dtype': 'bfloat16' is not one of fp32, bf16, fp16"),
         ({"dtype": "nvfp4"}, "field 'dtype': 'nvfp4' is not one of"),
         ({"dtype": "fp16", "quant": quant.BF16}, "dtype fp16 with unquantized bf16 weights; cast"),

@@ -41,8 +41,8 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
     experts, hidden, inner = num_local_experts, request.hidden_size, request.local_intermediate_size
     rows = request.activation.rows_per_channel * inner
     expected = {
-        **_projection("w13", request.quant.w13, experts, rows, hidden, request.activation.rows_per_channel),
-        **_projection("w2", request.quant.w2, experts, hidden, inner, 1),
+        **_projection("w13", request.local_quant.w13, experts, rows, hidden, request.activation.rows_per_channel),
+        **_projection("w2", request.local_quant.w2, experts, hidden, inner, 1),
     }
     if request.bias:
         # Biases stay in float whatever the weights are; checkpoints keep them in either of these.
@@ -63,17 +63,26 @@ def _projection(
     found = {name: Expected((experts, rows, stored), _STORED[scheme.weight_dtype])}
     block = scheme.weight_block
     if isinstance(block, tuple):
-        across, along = (
-            -(-size // (size if b == WHOLE else b)) for size, b in zip((rows, columns), block, strict=True)
-        )
-        shape = (experts, across) if block == (1, WHOLE) else (experts, across, along)
+        shape = _scale_shape(experts, rows, columns, halves, block)
         found[f"{name}_scale"] = Expected(shape, _SCALES[scheme.weight_scale])
+        if scheme.zero_point:
+            found[f"{name}_zero_point"] = Expected(shape, (torch.int8,))
     if scheme.global_scale:
         per_half: tuple[int, ...] = (experts, 2) if halves == 2 else (experts,)
         found[f"{name}_global_scale"] = Expected(per_half, (torch.float32,))
     if scheme.activation_scaling == "static":
         found[f"{name}_input_scale"] = Expected((experts,), (torch.float32,))
     return found
+
+
+def _scale_shape(experts: int, rows: int, columns: int, halves: int, block: tuple[int, int]) -> tuple[int, ...]:
+    """One axis per cut of the block; per tensor, gate and up still have a scale each."""
+    if block == (WHOLE, WHOLE):
+        return (experts, halves)
+    if block == (1, WHOLE):
+        return (experts, rows)
+    across, along = (-(-size // (size if b == WHOLE else b)) for size, b in zip((rows, columns), block, strict=True))
+    return (experts, across, along)
 
 
 def _is_data(value: object) -> bool:
@@ -118,5 +127,5 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
     if (weights.post_norm is not None) != request.post_norm:
         problems.append(f"post_norm: the layer says {request.post_norm}, the weights bring {weights.post_norm!r}")
     if problems:
-        title = f"weights of a layer with {num_local_experts} local experts ({request.quant}) do not fit"
+        title = f"weights of a layer with {num_local_experts} local experts ({request.local_quant}) do not fit"
         raise WeightsError("\n  ".join([f"{title}; nothing was loaded:", *problems]))

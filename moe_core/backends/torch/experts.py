@@ -17,8 +17,8 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     """The experts of one route, in the signature of its format."""
     request = plan.request
     experts = Experts(
-        w13=_linear(weights, "13", request.quant.w13),
-        w2=_linear(weights, "2", request.quant.w2),
+        w13=_linear(weights, "13", request.local_quant.w13),
+        w2=_linear(weights, "2", request.local_quant.w2),
         activation=weights.activation or activation_function(request.activation),
         post_norm=weights.post_norm,
         # In the other formats the dispatcher applies the weights, on whichever side.

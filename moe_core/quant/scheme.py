@@ -1,8 +1,6 @@
-"""Quantization schemes as values: what the stored weights are and what is done to activations.
+"""What the stored weights of one projection are and what is done to activations, as a value.
 
 A scheme describes numbers, not a vendor's name for them, so that a runner can declare patterns over it.
-Formats: OCP Microscaling (MX) v1.0 for e2m1/e4m3/e8m0 with blocks of 32; block scales of 128 x 128 as in the
-DeepSeek-V3 checkpoints; NVFP4 as e2m1 with e4m3 scales per 16 and one fp32 global scale.
 """
 
 from __future__ import annotations
@@ -56,6 +54,7 @@ class QuantScheme:
             (WHOLE, WHOLE) per tensor, (1, 32) groups of 32 input channels; None when unquantized.
         weight_scale: Element type of those scales; they always multiply.
         global_scale: Whether one more fp32 multiplier per expert and half exists (NVFP4).
+        zero_point: Whether each scale comes with a zero point that is subtracted from the stored integers first.
         activation_dtype: What activations are rounded to before the GEMM; `same` leaves them alone.
         activation_scaling: `dynamic` (from the data), `static` (from the checkpoint) or `none`.
         activation_group: Channels that share one activation scale; `WHOLE` is one scale per token, 0 per tensor.
@@ -66,6 +65,7 @@ class QuantScheme:
     weight_block: tuple[int, int] | str | None = attrs.field(default=None, validator=_is_block)
     weight_scale: str = attrs.field(default="none", validator=one_of(*SCALE_DTYPES, ANY))
     global_scale: bool | str = attrs.field(default=False, validator=_is_flag)
+    zero_point: bool | str = attrs.field(default=False, validator=_is_flag)
     activation_dtype: str = attrs.field(default="same", validator=one_of(*ACTIVATION_DTYPES, ANY))
     activation_scaling: str = attrs.field(default="none", validator=one_of(*ACTIVATION_SCALING, ANY))
     activation_group: int | str = attrs.field(default=WHOLE, validator=_is_group)
@@ -78,6 +78,8 @@ class QuantScheme:
         quantized = self.weight_dtype not in (*FLOAT_DTYPES, ANY)
         if quantized and (self.weight_block is None or self.weight_scale == "none"):
             raise SpecError(f"QuantScheme: {self.weight_dtype} weights need weight_block and weight_scale")
+        if self.zero_point is True and self.weight_dtype not in ("int4", "int8", ANY):
+            raise SpecError(f"QuantScheme: {self.weight_dtype} weights have no zero point")
         if ANY not in (self.activation_dtype, self.activation_scaling) and (
             (self.activation_dtype == "same") != (self.activation_scaling == "none")
         ):
@@ -111,6 +113,8 @@ class QuantScheme:
     @property
     def label(self) -> str:
         """The constant's name in lower case, or the changed fields of a scheme without one."""
+        from moe_core.quant.known import SCHEMES
+
         for name, scheme in SCHEMES.items():
             if scheme == self:
                 return name
@@ -126,6 +130,8 @@ class QuantScheme:
     @classmethod
     def from_name(cls, name: str) -> QuantScheme:
         """The scheme of a name in `SCHEMES`; raises `SpecError` listing the known names."""
+        from moe_core.quant.known import SCHEMES
+
         require_word(name, SCHEMES, "quantization scheme")
         return SCHEMES[name]
 
@@ -137,85 +143,13 @@ class QuantScheme:
 
         Args:
             quantization_config: The `quantization_config` of `config.json`, or None.
-            module_name: Dotted name of the experts module, for the error message.
-            dtype: Layer dtype of an unquantized model.
+            module_name: Dotted name of the experts module, or of one projection in it; ignore-lists and overrides
+                of the configuration go by it.
+            dtype: Layer dtype of modules that are not quantized.
 
         Raises:
-            SpecError: The configuration names a method; none of them is read yet.
+            SpecError: A method, algorithm or field that is not understood; the message names it.
         """
-        if not quantization_config:
-            return cls.from_name(dtype)
-        method = quantization_config.get("quant_method", "?")
-        raise SpecError(
-            f"quantization_config of {module_name or 'the model'}: quant_method {method!r} is not read by this "
-            "version; unquantized checkpoints are. Give the scheme as a value (QuantScheme) instead."
-        )
+        from moe_core.quant.hf import read_scheme
 
-
-def _weight_only(weight_dtype: str, block: tuple[int, int], scale: str, **more: Any) -> QuantScheme:
-    return QuantScheme(weight_dtype=weight_dtype, weight_block=block, weight_scale=scale, **more)
-
-
-def _dynamic(weight: QuantScheme, dtype: str, group: int = WHOLE, scale: str = "fp32") -> QuantScheme:
-    return attrs.evolve(
-        weight, activation_dtype=dtype, activation_scaling="dynamic", activation_group=group, activation_scale=scale
-    )
-
-
-FP32 = QuantScheme(weight_dtype="fp32")
-BF16 = QuantScheme(weight_dtype="bf16")
-FP16 = QuantScheme(weight_dtype="fp16")
-FP8_BLOCK128 = _dynamic(_weight_only("fp8", (128, 128), "fp32"), "fp8", 128)
-FP8_BLOCK128_UE8M0 = _dynamic(_weight_only("fp8", (128, 128), "e8m0"), "fp8", 128, "e8m0")
-W8A8_INT8 = _dynamic(_weight_only("int8", (1, WHOLE), "fp32"), "int8")
-W4A8_INT8 = _dynamic(_weight_only("int4", (1, WHOLE), "fp32"), "int8")
-W4A4_INT4 = _dynamic(_weight_only("int4", (1, WHOLE), "fp32"), "int4")
-MXFP4_W4A16 = _weight_only("fp4", (1, 32), "e8m0")
-MXFP8 = _dynamic(_weight_only("fp8", (1, 32), "e8m0"), "fp8", 32, "e8m0")
-NVFP4_W4A16 = _weight_only("fp4", (1, 16), "e4m3", global_scale=True)
-NVFP4 = attrs.evolve(
-    NVFP4_W4A16, activation_dtype="fp4", activation_scaling="static", activation_group=16, activation_scale="e4m3"
-)
-
-#: Names by which the command line and the decisions call a scheme.
-SCHEMES: dict[str, QuantScheme] = {
-    "fp32": FP32,
-    "bf16": BF16,
-    "fp16": FP16,
-    "fp8_block128": FP8_BLOCK128,
-    "fp8_block128_ue8m0": FP8_BLOCK128_UE8M0,
-    "w8a8_int8": W8A8_INT8,
-    "w4a8_int8": W4A8_INT8,
-    "w4a4_int4": W4A4_INT4,
-    "mxfp4_w4a16": MXFP4_W4A16,
-    "mxfp8": MXFP8,
-    "nvfp4": NVFP4,
-    "nvfp4_w4a16": NVFP4_W4A16,
-}
-
-
-@attrs.frozen
-class LayerQuant:
-    """The schemes of both projections, which may differ (for example int4 `w13` beside int8 `w2`)."""
-
-    w13: QuantScheme = attrs.field(validator=attrs.validators.instance_of(QuantScheme))
-    w2: QuantScheme = attrs.field(validator=attrs.validators.instance_of(QuantScheme))
-
-    @classmethod
-    def of(cls, scheme: QuantScheme | LayerQuant) -> LayerQuant:
-        """Both projections with one scheme; a `LayerQuant` is returned as it is."""
-        return scheme if isinstance(scheme, LayerQuant) else cls(scheme, scheme)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any projection is."""
-        return self.w13.is_quantized or self.w2.is_quantized
-
-    @property
-    def label(self) -> str:
-        """`bf16`, or `w13/w2` where they differ."""
-        return self.w13.label if self.w13 == self.w2 else f"{self.w13.label}/{self.w2.label}"
-
-    def __str__(self) -> str:
-        """Same as `label`."""
-        return self.label
+        return read_scheme(quantization_config, module_name, dtype).scheme
