@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from moe_core.layer import MoELayer
     from moe_core.manager import BackendManager, default_manager
     from moe_core.payloads import ExpertGroup, RawWeights
+    from moe_core.placement import ExpertPlacement
     from moe_core.planner import make_plan, plan_layers
     from moe_core.quant import LayerQuant, QuantScheme
-    from moe_core.request import ExpertPlacement, LayerRequest, Workload
+    from moe_core.request import LayerRequest, Workload
     from moe_core.resolver import resolve
 
 _HOMES = {
@@ -25,7 +26,7 @@ _HOMES = {
     "BackendManager": "manager",
     "Environment": "environment",
     "ExpertGroup": "payloads",
-    "ExpertPlacement": "request",
+    "ExpertPlacement": "placement",
     "LayerQuant": "quant",
     "LayerRequest": "request",
     "MoELayer": "layer",

@@ -12,6 +12,7 @@ import torch
 from moe_core.agreement import check_agreement
 from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
+from moe_core.kernels.slots import slot_map
 from moe_core.manager import BackendManager
 from moe_core.payloads import (
     TORCH_DTYPES,
@@ -63,6 +64,7 @@ class BoundExperts:
         check_agreement(plan, group, self._device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
+        self._slots = slot_map(plan.request)
         request = plan.request
         self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
 
@@ -121,6 +123,8 @@ class BoundExperts:
                 f"{hidden_states.shape[0]} tokens on this rank, the route for phase {bound.route.phase!r} takes at "
                 f"most {limit} (max_tokens); declare a larger workload or send the tokens in chunks"
             )
+        if self._slots is not None:
+            topk_ids = self._slots(topk_ids)
         if bound.fused is not None:
             output = bound.fused(hidden_states, topk_ids, topk_weights)
             if overlap is not None:

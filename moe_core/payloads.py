@@ -79,12 +79,13 @@ class MaskedTokens:
 
 Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
 #: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; the handle goes to the combine of this dispatch.
+#: The ids are slots: expert-parallel rank r owns those of `LayerRequest.local_slots(r)`, whatever the placement.
 DispatchFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Dispatched, Any]]
 #: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype.
 CombineFn: TypeAlias = Callable[[Tensor, Any], Tensor]
 #: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted).
 ExpertsFn: TypeAlias = Callable[[Dispatched], Tensor]
-#: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`.
+#: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`; ids as in `DispatchFn`.
 FusedFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -8,6 +8,7 @@ import attrs
 
 from moe_core.activation import SWIGLU, ActivationSpec
 from moe_core.errors import SpecError
+from moe_core.placement import ExpertPlacement
 from moe_core.quant import LayerQuant, QuantScheme
 from moe_core.vocabulary import (
     ANY,
@@ -64,30 +65,6 @@ class Pins:
         return ", ".join(f"{kind} {name}" for kind, name in pins.items() if name) or "no pins"
 
 
-PLACEMENTS = ("contiguous", "round_robin")
-
-
-@attrs.frozen
-class ExpertPlacement:
-    """Which rank of the expert-parallel group owns which expert; the loader and the id map both ask here.
-
-    Attributes:
-        kind: `contiguous` (the first `num_experts % ep_size` ranks own one expert more) or `round_robin`.
-    """
-
-    kind: str = attrs.field(default="contiguous", validator=one_of(*PLACEMENTS))
-
-    def local_experts(self, num_experts: int, ep_size: int, rank: int) -> tuple[int, ...]:
-        """Global ids of the experts that `rank` owns, in the order of its weight rows."""
-        if not 0 <= rank < ep_size:
-            raise SpecError(f"ExpertPlacement: rank {rank} is not in 0..{ep_size - 1}")
-        if self.kind == "round_robin":
-            return tuple(range(rank, num_experts, ep_size))
-        base, extra = divmod(num_experts, ep_size)
-        start = rank * base + min(rank, extra)
-        return tuple(range(start, start + base + (rank < extra)))
-
-
 def _default_quant(request: LayerRequest) -> LayerQuant:
     require_word(request.dtype, FLOAT_DTYPES, "LayerRequest, field 'dtype'")
     return LayerQuant.of(QuantScheme.from_name(request.dtype))
@@ -118,7 +95,7 @@ class LayerRequest:
         post_norm: Whether a norm follows each expert.
         ep_size: Expert-parallel ranks.
         tp_size: Tensor-parallel ranks; the result is then a partial sum that the caller reduces.
-        placement: Which rank owns which expert.
+        placement: Which rank owns which expert, and how many copies there are.
         token_placement: `distributed` (each rank brings its own tokens) or `replicated` (every rank of the group has
             all of them and returns its part of the sum).
         workloads: Forwards to serve; each gets a route, all share one weight layout.
@@ -171,6 +148,7 @@ class LayerRequest:
             raise SpecError(f"LayerRequest: top_k {self.top_k} exceeds num_experts {self.num_experts}")
         if self.tp_size > self.intermediate_size:
             raise SpecError(f"LayerRequest: tp_size {self.tp_size} exceeds intermediate_size {self.intermediate_size}")
+        self.placement.check(self.num_experts)
         phases = [workload.phase for workload in self.workloads]
         if not phases or len(set(phases)) != len(phases):
             raise SpecError(f"LayerRequest.workloads: phases must be present and distinct, got {phases}")
@@ -197,9 +175,18 @@ class LayerRequest:
         return self.quant.cut(self.local_intermediate_size, halves=halves, tp_size=self.tp_size)
 
     @property
+    def num_slots(self) -> int:
+        """Places for experts over all ranks: the experts, and their further copies."""
+        return self.placement.num_slots(self.num_experts)
+
+    @property
     def max_local_experts(self) -> int:
-        """Most experts that one rank owns."""
-        return -(-self.num_experts // self.ep_size)
+        """Most experts that one rank owns, copies counted."""
+        return -(-self.num_slots // self.ep_size)
+
+    def local_slots(self, rank: int) -> range:
+        """The slots of expert-parallel `rank`: the ids by which dispatchers and runners know its experts."""
+        return self.placement.local_slots(self.num_experts, self.ep_size, rank)
 
     def local_experts(self, rank: int) -> tuple[int, ...]:
         """Global ids of the experts that expert-parallel `rank` owns, in the order of its weight rows."""
@@ -213,7 +200,7 @@ class LayerRequest:
         """The sizes that limits speak about, for one workload."""
         return {
             "top_k": self.top_k,
-            "num_experts": self.num_experts,
+            "num_experts": self.num_slots,
             "num_local_experts": self.max_local_experts,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.local_intermediate_size,

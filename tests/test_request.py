@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from moe_core import activation, quant
 from moe_core.activation import GEGLU, RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError
+from moe_core.placement import ExpertPlacement
 from moe_core.quant import FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, LayerQuant, QuantScheme
-from moe_core.request import ExpertPlacement, LayerRequest, Pins, Workload
+from moe_core.request import LayerRequest, Pins, Workload
 
 NAMES = {
     **vars(quant),
@@ -98,22 +99,6 @@ def test_a_wrong_request_names_the_field(fields: dict[str, Any], match: str) -> 
 def test_a_wrong_workload_names_the_field(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(SpecError, match=match):
         Workload(**fields)
-
-
-@given(st.integers(1, 300), st.integers(1, 64), st.sampled_from(["contiguous", "round_robin"]))
-def test_every_expert_has_one_owner(num_experts: int, ep_size: int, kind: str) -> None:
-    placement = ExpertPlacement(kind)
-    owned = [placement.local_experts(num_experts, ep_size, rank) for rank in range(ep_size)]
-    assert sorted(expert for experts in owned for expert in experts) == list(range(num_experts))
-    layer = LayerRequest(num_experts=num_experts, top_k=1, hidden_size=1, intermediate_size=1, ep_size=ep_size)
-    assert max(map(len, owned)) == layer.max_local_experts
-
-
-@pytest.mark.error_path
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_outside_the_group(rank: int) -> None:
-    with pytest.raises(SpecError, match=f"rank {rank} is not in 0..3"):
-        request(ep_size=4).local_experts(rank)
 
 
 def test_sizes_are_those_of_one_rank() -> None:

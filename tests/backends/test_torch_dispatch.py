@@ -25,6 +25,12 @@ from moe_core.specs import TokenDtype
 
 SMALL = LayerRequest(num_experts=7, top_k=3, hidden_size=40, intermediate_size=24, dtype="fp32", bias=True)
 MODES = ("standard", "contiguous", "masked")
+#: The last one with further copies of the experts 2 and 5.
+PLACEMENTS = (
+    ExpertPlacement(),
+    ExpertPlacement("round_robin"),
+    ExpertPlacement("map", [2, 5, 0, 1, 2, 6, 4, 3, 5, 2]),
+)
 #: One rounding of the output and one of every GEMM's operands; sums are in fp32.
 TOLERANCE = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
 
@@ -71,9 +77,9 @@ def test_no_token_has_an_expert(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["contiguous", "round_robin"])
-def test_parts_of_replicated_tokens_sum_to_the_whole(mode: str, kind: str) -> None:
-    request = _with(mode, ep_size=3, token_placement="replicated", placement=ExpertPlacement(kind))
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
+def test_parts_of_replicated_tokens_sum_to_the_whole(mode: str, placement: ExpertPlacement) -> None:
+    request = _with(mode, ep_size=3, token_placement="replicated", placement=placement)
     tensors, tokens = random_tensors(SMALL), random_tokens(SMALL, 11)
     layers = [build(request, tensors, ExpertGroup(rank=rank, size=3)) for rank in range(3)]
     assert not layers[0].plan.output_is_complete
@@ -82,11 +88,11 @@ def test_parts_of_replicated_tokens_sum_to_the_whole(mode: str, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("counts", "kind"), [((5, 0, 9), "contiguous"), ((1, 17), "round_robin"), ((0, 0, 3, 4), "contiguous")]
+    ("counts", "placement"), list(zip([(5, 0, 9), (1, 17), (0, 0, 3, 4)], PLACEMENTS, strict=True))
 )
-def test_all_to_all_gives_every_rank_its_own_rows(counts: tuple[int, ...], kind: str) -> None:
+def test_all_to_all_gives_every_rank_its_own_rows(counts: tuple[int, ...], placement: ExpertPlacement) -> None:
     size = len(counts)
-    requests = [_with(mode, "torch_alltoall", ep_size=size, placement=ExpertPlacement(kind)) for mode in MODES]
+    requests = [_with(mode, "torch_alltoall", ep_size=size, placement=placement) for mode in MODES]
     tensors = random_tensors(SMALL)
     tokens = [random_tokens(SMALL, count, seed=10 + rank) for rank, count in enumerate(counts)]
     by_rank = run_on_ranks(layer_outputs, [(requests, tensors, tokens[rank]) for rank in range(size)])

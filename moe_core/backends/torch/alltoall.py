@@ -50,20 +50,17 @@ class AllToAll:
             raise InputError("dispatcher torch_alltoall needs ExpertGroup.process_group; this group has none")
         request = plan.request
         self._group, self._size = group.process_group, group.size
-        self._num_experts, self._top_k, self._hidden = request.num_experts, request.top_k, request.hidden_size
+        self._num_slots, self._top_k, self._hidden = request.num_slots, request.top_k, request.hidden_size
         self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
-        self._owner = torch.empty(request.num_experts, dtype=torch.int64)
-        self._local = torch.empty(request.num_experts, dtype=torch.int32)
-        for rank in range(group.size):
-            owned = list(request.local_experts(rank))
-            self._owner[owned] = rank
-            self._local[owned] = torch.arange(len(owned), dtype=torch.int32)
+        shares = [len(request.local_slots(rank)) for rank in range(group.size)]
+        self._owner = torch.arange(group.size).repeat_interleave(torch.tensor(shares))
+        self._local = torch.cat([torch.arange(share, dtype=torch.int32) for share in shares])
 
     def dispatch(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[StandardTokens, Exchange]:
         """`[T, H]` of this rank -> the rows `[R, H]` that need this rank's experts, with local ids `[R, K]`."""
-        check_ids(topk_ids, self._num_experts)
+        check_ids(topk_ids, self._num_slots)
         self._to(topk_ids.device)
         safe = topk_ids.long().clamp(min=0)
         owner = torch.where(topk_ids < 0, -1, self._owner[safe])

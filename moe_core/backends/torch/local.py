@@ -36,25 +36,20 @@ LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 class LocalIds:
-    """Checked global ids `[T, K]` -> ids of this rank's experts, -1 for those of other ranks."""
+    """Checked slots `[T, K]` -> ids of this rank's experts, -1 for those of other ranks."""
 
     def __init__(self, plan: MoEPlan, group: ExpertGroup) -> None:
-        """Build the id map once; one rank alone needs none."""
-        self._num_experts = plan.request.num_experts
-        self._map: Tensor | None = None
-        if group.size > 1:
-            owned = list(plan.request.local_experts(group.rank))
-            self._map = torch.full((self._num_experts,), -1, dtype=torch.int32)
-            self._map[owned] = torch.arange(len(owned), dtype=torch.int32)
+        """Look up this rank's slots."""
+        self._num_slots = plan.request.num_slots
+        self._slots = plan.request.local_slots(group.rank)
 
     def __call__(self, topk_ids: Tensor) -> Tensor:
         """The local ids; raises `InputError` for ids out of range."""
-        check_ids(topk_ids, self._num_experts)
-        if self._map is None:
+        check_ids(topk_ids, self._num_slots)
+        if len(self._slots) == self._num_slots:
             return topk_ids
-        if self._map.device != topk_ids.device:
-            self._map = self._map.to(topk_ids.device)
-        return torch.where(topk_ids < 0, -1, self._map[topk_ids.clamp(min=0)])
+        is_here = (topk_ids >= self._slots.start) & (topk_ids < self._slots.stop)
+        return torch.where(is_here, topk_ids - self._slots.start, -1)
 
 
 @attrs.define(eq=False)

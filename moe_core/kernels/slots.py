@@ -1,0 +1,44 @@
+"""Expert ids to the slots that hold them."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.kernels.checks import check_ids
+from moe_core.payloads import Tensor
+from moe_core.request import LayerRequest
+
+
+class SlotMap:
+    """Global expert ids `[T, K]` -> slots `[T, K]` of the same dtype, -1 stays.
+
+    Which copy of an expert a token uses follows from the token's place in the batch and in its row alone: ranks that
+    see the same tokens agree without speaking, and the copies share the load. Neither waits for the device.
+    """
+
+    def __init__(self, request: LayerRequest) -> None:
+        """Tabulate the slots of each expert."""
+        slots: list[list[int]] = [[] for _ in range(request.num_experts)]
+        for rank in range(request.ep_size):
+            for slot, expert in zip(request.local_slots(rank), request.local_experts(rank), strict=True):
+                slots[expert].append(slot)
+        most = max(map(len, slots))
+        self._num_experts = request.num_experts
+        self._num_copies = torch.tensor([len(copies) for copies in slots])
+        self._slots = torch.tensor([copies + copies[:1] * (most - len(copies)) for copies in slots])
+
+    def __call__(self, topk_ids: Tensor) -> Tensor:
+        """The slots; raises `InputError` for ids out of range, as `checks.check_ids`."""
+        check_ids(topk_ids, self._num_experts)
+        device = topk_ids.device
+        if self._slots.device != device:
+            self._slots, self._num_copies = self._slots.to(device), self._num_copies.to(device)
+        expert = topk_ids.long().clamp(min=0)
+        tokens, places = (torch.arange(size, device=device) for size in topk_ids.shape)
+        copy = (tokens[:, None] + places) % self._num_copies[expert]
+        return torch.where(topk_ids < 0, -1, self._slots[expert, copy]).to(topk_ids.dtype)
+
+
+def slot_map(request: LayerRequest) -> SlotMap | None:
+    """The map of a layer, or None where slots are experts."""
+    return None if request.placement.kind == "contiguous" else SlotMap(request)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_core import ExpertPlacement, LayerRequest
+from moe_core.errors import InputError
+from moe_core.kernels.slots import SlotMap, slot_map
+
+#: Expert 0 in the slots 1 and 7, expert 3 in 0, 4 and 6.
+_MAP = (3, 0, 1, 2, 3, 4, 3, 0, 5)
+
+
+def _request(placement: ExpertPlacement, ep_size: int = 1) -> LayerRequest:
+    return LayerRequest(
+        num_experts=6, top_k=2, hidden_size=8, intermediate_size=8, ep_size=ep_size, placement=placement
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_token_goes_to_a_copy_of_its_expert(dtype: torch.dtype) -> None:
+    ids = torch.randint(-1, 6, (64, 2), dtype=dtype, generator=torch.Generator().manual_seed(1))
+    slots = SlotMap(_request(ExpertPlacement("map", _MAP), ep_size=2))(ids)
+    assert slots.dtype == dtype
+    back = torch.where(slots < 0, -1, torch.tensor(_MAP)[slots.long().clamp(min=0)])
+    assert torch.equal(back, ids.long())
+
+
+def test_copies_share_the_load() -> None:
+    slots = SlotMap(_request(ExpertPlacement("map", _MAP)))(torch.full((30, 1), 3))
+    assert torch.bincount(slots.flatten(), minlength=9).tolist() == [10, 0, 0, 0, 10, 0, 10, 0, 0]
+
+
+def test_round_robin_counts_in_rank_order() -> None:
+    # Rank 0 holds the experts 0, 2, 4 in the slots 0, 1, 2; rank 1 holds 1, 3, 5 in 3, 4, 5.
+    slots = SlotMap(_request(ExpertPlacement("round_robin"), ep_size=2))(torch.tensor([[0, 1], [4, 5], [-1, 2]]))
+    assert slots.tolist() == [[0, 3], [2, 5], [-1, 1]]
+
+
+def test_no_map_where_slots_are_experts() -> None:
+    assert slot_map(_request(ExpertPlacement(), ep_size=2)) is None
+
+
+@pytest.mark.error_path
+def test_an_expert_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InputError, match="expert id 6 is out of range; num_experts is 6"):
+        SlotMap(_request(ExpertPlacement("map", _MAP)))(torch.tensor([[6]]))
