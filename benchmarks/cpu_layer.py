@@ -67,7 +67,7 @@ def _candidates(
     module: Qwen3MoeExperts, scheme: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
     def linear(weight: torch.Tensor) -> ExpertLinear:
-        return ExpertLinear(weight=weight, scheme=QuantScheme.from_name(scheme))
+        return ExpertLinear.of(QuantScheme.from_name(scheme), weight)
 
     bound = Experts(
         w13=linear(module.gate_up_proj), w2=linear(module.down_proj), activation=activation_function(SWIGLU)

@@ -149,6 +149,8 @@ def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]
     quant = request.local_quant
     if not any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in spec.schemes):
         yield Reason("scheme", " or ".join(map(str, spec.schemes)), str(quant))
+    if request.deterministic and (quant.w13.scales_by_batch or quant.w2.scales_by_batch):
+        yield Reason("determinism", "activation scales of single tokens", "one scale for all rows of a batch")
     if not any(pattern.matches(request.activation) for pattern in spec.activations):
         yield Reason("activation", " or ".join(map(str, spec.activations)), str(request.activation))
     if request.dtype not in spec.dtypes:

@@ -5,47 +5,94 @@ Letters: `L` local experts, `N` outputs and `C` inputs of a projection.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
-from moe_core.kernels.quantize import ActivationRounder, activation_rounder
+from moe_core.kernels.dequantize import apply_scales, num_columns, read_codes, tile_rows
+from moe_core.kernels.quantize import ActivationRounder
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
-from moe_core.quant import QuantScheme
+from moe_core.quant import WHOLE, QuantScheme
+from moe_core.vocabulary import FLOAT_DTYPES
+
+#: Tile of weights without scales inside a row.
+_ROW = (1, WHOLE)
 
 
 @attrs.define(eq=False, kw_only=True)
-class ExpertLinear:
-    """The weights of one projection of all local experts.
+class StoredLinear:
+    """One projection of all local experts as it is stored: all that a product with given rows depends on.
 
     Attributes:
-        weight: `[L, N, C]` in the stored form of `scheme`, any strides.
-        scheme: How `weight` is stored, and what activations are rounded to.
+        weight: `[L, N, C]`, any strides; 4-bit elements uint8 `[L, N, C / 2]`.
+        weight_dtype: Word of its elements.
+        tile: Rows and columns that share an entry of `scale` and `zero_point`, `WHOLE` for an axis.
+        scale: `[L, N / tile rows, C / tile columns]`, rounded up, as stored (exponent bytes as uint8); None where no
+            scale is needed inside a row.
+        zero_point: int8 of the same shape, `[L, N, 1]` without `scale`, or None.
+        output_scale: `[L, N]` fp32, what multiplies the outputs (scales per row, per tensor and global), or None.
         bias: `[L, N]` or None.
-        scale: Scales of a quantized weight, None otherwise: `[L, N]` (or `[L, N, 1]`) per row, `[L, N, C / group]` per
-            group, `[L, N / tile, C / tile]` (rounded up) per tile.
-        row_scale: `[L, N]` fp32, one more multiplier of each output row (a global scale of its half), or None.
-        input_scale: fp32 scalar of statically scaled activations, or None.
     """
 
     weight: Tensor
-    scheme: QuantScheme
-    bias: Tensor | None = None
+    weight_dtype: str
+    tile: tuple[int, int] = _ROW
     scale: Tensor | None = None
-    row_scale: Tensor | None = None
-    input_scale: Tensor | None = None
-    #: Name of `scheme` in `SCHEMES`: what an operator can be given.
-    scheme_name: str = attrs.field(init=False)
-    #: What the scheme does to activations.
-    round_activations: ActivationRounder = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Look both up once; a compiler should not have to follow it."""
-        self.scheme_name = self.scheme.label
-        self.round_activations = activation_rounder(self.scheme)
+    zero_point: Tensor | None = None
+    output_scale: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def num_outputs(self) -> int:
         """Width `N` of the output rows."""
         return self.weight.shape[1]
+
+    @property
+    def num_inputs(self) -> int:
+        """Width `C` of the input rows."""
+        return num_columns(self.weight, self.weight_dtype)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is anything else than plain floats."""
+        return self.weight_dtype not in FLOAT_DTYPES
+
+    def read(self, out: Tensor, expert: int, first: int) -> None:
+        """Rows `first ..` of one expert's weight, without `output_scale`, into fp32 `out [rows, C]` of any strides."""
+        count = out.shape[0]
+        read_codes(out, self.weight[expert, first : first + count], self.weight_dtype)
+        if self.scale is None and self.zero_point is None:
+            return
+        scale, zero_point = (
+            None if stored is None else tile_rows(stored[expert], first, count, self.tile[0])
+            for stored in (self.scale, self.zero_point)
+        )
+        apply_scales(out, scale, zero_point, self.tile[1])
+
+
+@attrs.define(eq=False, kw_only=True)
+class ExpertLinear(StoredLinear):
+    """A stored projection, and what is done to its inputs.
+
+    Attributes:
+        rounder: How activations are rounded before the product.
+        input_scale: fp32 scalar of statically scaled activations, or None.
+    """
+
+    rounder: ActivationRounder
+    input_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, scheme: QuantScheme, weight: Tensor, **tensors: Any) -> ExpertLinear:
+        """A projection of `scheme`; the further tensors are those of `StoredLinear`, and `input_scale`."""
+        block = scheme.weight_block
+        return cls(
+            weight=weight,
+            weight_dtype=scheme.weight_dtype,
+            tile=block if isinstance(block, tuple) and block != (WHOLE, WHOLE) else _ROW,
+            rounder=ActivationRounder.of(scheme),
+            **tensors,
+        )
 
 
 @attrs.define(eq=False, kw_only=True)

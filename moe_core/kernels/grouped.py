@@ -47,35 +47,51 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
     Args:
         rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
         groups: Where the rows of each expert are.
-        linear: The weights; activations are rounded as its scheme says.
+        linear: The weights; its rounder is applied to the rows first.
         deterministic: As in `linear.linear_by_expert`; on CPU only.
 
     Returns:
         fp32 from the loop, bf16 from the grouped GEMM.
     """
-    rows = linear.round_activations(rows, linear.input_scale)
+    is_real = _real_rows(groups, rows.shape[0]) if linear.rounder.needs_real_rows else None
+    rows, row_scale = linear.rounder(rows, linear.input_scale, is_real)
     if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
-        return linear_by_expert(rows, groups.on_host, linear, deterministic)
+        return linear_by_expert(rows, row_scale, groups.on_host, linear, deterministic)
     out: Tensor = linear_by_expert_op(
         rows,
+        row_scale,
         groups.num_tokens_per_expert,
         groups.group_ends,
         linear.weight,
-        linear.bias,
+        linear.weight_dtype,
+        list(linear.tile),
         linear.scale,
-        linear.row_scale,
-        linear.scheme_name,
+        linear.zero_point,
+        linear.output_scale,
+        linear.bias,
         deterministic,
     )
     return out
 
 
+def _real_rows(groups: Groups, num_rows: int) -> Tensor:
+    """bool `[R]`: which rows belong to a token; of the others not even the size may be looked at."""
+    ends = groups.group_ends
+    row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
+    expert = torch.searchsorted(ends, row, right=True)
+    # Past the last group, and for no expert at all, the appended entries: no real row.
+    starts = functional.pad(ends, (1, 0))
+    counts = functional.pad(groups.num_tokens_per_expert, (0, 1))
+    return row - starts[expert] < counts[expert]
+
+
 def uses_grouped_gemm(linear: ExpertLinear) -> bool:
     """Whether an accelerator multiplies these weights without host sync: bf16, rows and columns of 16 bytes."""
     weight = linear.weight
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    is_plain = weight.dtype == torch.bfloat16 and linear.rounder.dtype == "same"
+    return is_plain and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:

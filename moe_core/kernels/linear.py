@@ -13,10 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from moe_core.kernels.expert_weights import ExpertLinear
-from moe_core.kernels.quantize import dequantize_into
+from moe_core.kernels.expert_weights import StoredLinear
 from moe_core.payloads import Tensor
-from moe_core.quant import SCHEMES, QuantScheme
 
 #: fp32 bytes of one block of weight rows: small enough for the cache, large enough to amortize a call.
 _BLOCK_BYTES = 4 << 20
@@ -47,11 +45,18 @@ def active_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> list[Gro
     return groups
 
 
-def linear_by_expert(rows: Tensor, groups: list[Group], linear: ExpertLinear, deterministic: bool = False) -> Tensor:
-    """Multiply each group's rows by its expert's weight and add the bias.
+def linear_by_expert(
+    rows: Tensor,
+    row_scale: Tensor | None,
+    groups: list[Group],
+    linear: StoredLinear,
+    deterministic: bool = False,
+) -> Tensor:
+    """Multiply each group's rows by its expert's weight, scale the results and add the bias.
 
     Args:
         rows: `[R, C]` float rows, already rounded to the scheme's activation dtype.
+        row_scale: What multiplies the results for them: `[R, 1]`, a scalar, or None.
         groups: The experts to visit; other experts' weights are not read.
         linear: The weights.
         deterministic: Each row's result depends on that row and its weight alone, bit by bit.
@@ -65,6 +70,10 @@ def linear_by_expert(rows: Tensor, groups: list[Group], linear: ExpertLinear, de
     for expert, start, end in groups:
         target = out[start:end]
         multiply(target, rows[start:end], linear, expert, scratch)
+        if linear.output_scale is not None:
+            target.mul_(linear.output_scale[expert])
+        if row_scale is not None:
+            target.mul_(row_scale[start:end] if row_scale.dim() else row_scale)
         if linear.bias is not None:
             target.add_(linear.bias[expert])
     return out
@@ -73,52 +82,41 @@ def linear_by_expert(rows: Tensor, groups: list[Group], linear: ExpertLinear, de
 class _Scratch:
     """Memory for one block of fp32 weight rows, made when first needed and used for every block of the call."""
 
-    def __init__(self, linear: ExpertLinear) -> None:
-        self.num_inputs = linear.weight.shape[2] * (2 if linear.scheme.weight_dtype == "fp4" else 1)
-        lines = max(1, _BLOCK_BYTES // (4 * max(1, self.num_inputs) * _LINE))
-        self.block_rows = min(lines * _LINE, max(1, linear.num_outputs))
+    def __init__(self, linear: StoredLinear) -> None:
+        self.num_inputs = linear.num_inputs
+        self.block_rows = max(1, linear.num_outputs)
+        if linear.weight.device.type == "cpu":
+            lines = max(1, _BLOCK_BYTES // (4 * max(1, self.num_inputs) * _LINE))
+            self.block_rows = min(lines * _LINE, self.block_rows)
         self._linear = linear
         self._memory: Tensor | None = None
 
     def blocks(self, expert: int, padded: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and fp32 `[rows, C]` of each block; `padded` gives whole cache lines, zero past C."""
-        weight, scheme, scale = self._linear.weight[expert], self._linear.scheme, self._linear.scale
-        row_scale = self._linear.row_scale
         memory = self._memory
         if memory is None:
-            memory = self._memory = self._allocate(weight, padded)
-        for first in range(0, weight.shape[0], self.block_rows):
-            part = weight[first : first + self.block_rows]
-            block = memory[: part.shape[0]]
-            part_scale = None if scale is None else _scale_rows(scale[expert], first, part.shape[0], scheme)
-            dequantize_into(block[:, : self.num_inputs], part, part_scale, scheme)
-            if row_scale is not None:
-                block.mul_(row_scale[expert, first : first + self.block_rows, None])
+            memory = self._memory = self._allocate(padded)
+        for first in range(0, self._linear.num_outputs, self.block_rows):
+            block = memory[: min(self.block_rows, self._linear.num_outputs - first)]
+            self._linear.read(block[:, : self.num_inputs], expert, first)
             yield first, block
 
-    def _allocate(self, weight: Tensor, padded: bool) -> Tensor:
+    def _allocate(self, padded: bool) -> Tensor:
+        weight = self._linear.weight
         if padded:
             return weight.new_zeros((self.block_rows, -(-self.num_inputs // _LINE) * _LINE), dtype=torch.float32)
-        if weight.stride(0) == 1 and weight.stride(1) != 1:
+        if weight.stride(1) == 1 and weight.stride(2) != 1:
             # A transposed weight is copied along its own memory order.
             return weight.new_empty((self.num_inputs, self.block_rows), dtype=torch.float32).mT
         return weight.new_empty((self.block_rows, self.num_inputs), dtype=torch.float32)
 
 
-def _scale_rows(scale: Tensor, first: int, count: int, scheme: QuantScheme) -> Tensor:
-    """The scales of weight rows `first .. first + count`; a tile's scale serves all of its rows."""
-    tile = scheme.weight_block[0] if isinstance(scheme.weight_block, tuple) else 1
-    if tile == 1:
-        return scale[first : first + count]
-    return scale[torch.arange(first, first + count, device=scale.device) // tile]
-
-
-def _multiply(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
+def _multiply(out: Tensor, rows: Tensor, linear: StoredLinear, expert: int, scratch: _Scratch) -> None:
     weight = linear.weight[expert]
     if weight.dtype == torch.float32:
         torch.mm(rows.float(), weight.t(), out=out)
         return
-    if not linear.scheme.is_quantized and _multiplies_as_stored(rows.shape[0], weight):
+    if not linear.is_quantized and _multiplies_as_stored(rows.shape[0], weight):
         out.copy_(functional.linear(rows.to(weight.dtype), weight))
         # fp16 ends at 65504; the fp32 blocks below do not.
         if weight.dtype == torch.bfloat16 or bool(out.isfinite().all()):
@@ -134,7 +132,7 @@ def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
     A GEMM that divides the block otherwise moves most of it from core to core, which for few rows costs more than
     the product.
     """
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if rows.device.type == "cpu" else 1
     if threads == 1 or rows.shape[0] > _SPLIT_ROWS or block.shape[0] % threads:
         torch.mm(rows, block.t(), out=out)
         return
@@ -149,7 +147,7 @@ def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= _FEW_ROWS and weight.stride(1) == 1
 
 
-def _multiply_by_row(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: int, scratch: _Scratch) -> None:
+def _multiply_by_row(out: Tensor, rows: Tensor, linear: StoredLinear, expert: int, scratch: _Scratch) -> None:
     """Every row alone by the same blocks: a GEMM may sum in another order for another height or place in it."""
     width = -(-scratch.num_inputs // _LINE) * _LINE
     padded = rows.new_zeros((rows.shape[0], width), dtype=torch.float32)
@@ -162,30 +160,31 @@ def _multiply_by_row(out: Tensor, rows: Tensor, linear: ExpertLinear, expert: in
 @torch.library.custom_op("moe_core::linear_by_expert", mutates_args=())
 def linear_by_expert_op(
     rows: Tensor,
+    row_scale: Tensor | None,
     num_tokens_per_expert: Tensor,
     group_ends: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    weight_dtype: str,
+    tile: list[int],
     scale: Tensor | None,
-    row_scale: Tensor | None,
-    scheme: str,
+    zero_point: Tensor | None,
+    output_scale: Tensor | None,
+    bias: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
     """`linear_by_expert` as one opaque operator, so that full-graph compilation keeps the loop."""
-    linear = ExpertLinear(weight=weight, scheme=SCHEMES[scheme], bias=bias, scale=scale, row_scale=row_scale)
-    return linear_by_expert(rows, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
+    linear = StoredLinear(
+        weight=weight,
+        weight_dtype=weight_dtype,
+        tile=(tile[0], tile[1]),
+        scale=scale,
+        zero_point=zero_point,
+        output_scale=output_scale,
+        bias=bias,
+    )
+    return linear_by_expert(rows, row_scale, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
 
 
 @linear_by_expert_op.register_fake
-def _fake(
-    rows: Tensor,
-    num_tokens_per_expert: Tensor,
-    group_ends: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    scheme: str,
-    deterministic: bool,
-) -> Tensor:
+def _fake(rows: Tensor, row_scale: Tensor | None, counts: Tensor, ends: Tensor, weight: Tensor, *_: object) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[1]), dtype=torch.float32)

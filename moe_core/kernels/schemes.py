@@ -1,14 +1,19 @@
-"""The quantization schemes whose weights `kernels.quantize` can read; free of torch, so that a spec may import it."""
+"""The quantization schemes that the kernels here compute, as a pattern; free of torch, so that a spec may import it."""
 
 from __future__ import annotations
 
-import attrs
+from moe_core.quant import QuantScheme
+from moe_core.vocabulary import ANY
 
-from moe_core.quant import BF16, FP8_BLOCK128, FP16, FP32, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
-
-#: Schemes of unquantized weights.
-FLOAT_SCHEMES: tuple[QuantScheme, ...] = (FP32, BF16, FP16)
-#: Any tiles: a rank's share may cut those of the checkpoint.
-_TILED = (attrs.evolve(scheme, weight_block="any") for scheme in (FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16))
-#: Patterns of all schemes that `kernels.quantize` can read.
-SUPPORTED_SCHEMES: tuple[QuantScheme, ...] = (*FLOAT_SCHEMES, W8A8_INT8, *_TILED)
+#: Weights are read by element type and tile, activations rounded by their fields: no scheme is left out.
+EVERY_SCHEME = QuantScheme(
+    weight_dtype=ANY,
+    weight_block=ANY,
+    weight_scale=ANY,
+    global_scale=ANY,
+    zero_point=ANY,
+    activation_dtype=ANY,
+    activation_scaling=ANY,
+    activation_group=ANY,
+    activation_scale=ANY,
+)

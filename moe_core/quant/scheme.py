@@ -98,6 +98,11 @@ class QuantScheme:
         """Whether the checkpoint brings the scale that NVFP4 tokens on the wire need."""
         return self.activation_dtype == "fp4" and self.activation_scaling == "static"
 
+    @property
+    def scales_by_batch(self) -> bool:
+        """Whether one activation scale comes from all rows, so that a token's result depends on its batch."""
+        return self.activation_scaling == "dynamic" and self.activation_group == 0
+
     def matches(self, pattern: QuantScheme) -> bool:
         """Whether every field equals the pattern's or the pattern says `any` there."""
         if self == pattern:

@@ -139,7 +139,15 @@ def make_weights(spec: dict[str, Any], ckpt: dict[str, Any], experts: tuple[int,
         stored = _nvfp4_tensors(ckpt, stored)
     gated = ACTIVATIONS[spec["activation"]].gated
     tensors = canonical_weights(stored, layout=ckpt["layout"], orientation=ckpt["orientation"], gated=gated)
+    if ckpt["fmt"] == "fp8_block":
+        tensors["w13_scale"] = _cut_tile_rows(tensors["w13_scale"], make_request(spec), tensors["w13"].shape[1])
     return RawWeights(tensors={n: t if experts is None else t[list(experts)] for n, t in tensors.items()})
+
+
+def _cut_tile_rows(scale: torch.Tensor, request: LayerRequest, num_rows: int) -> torch.Tensor:
+    """The scale of every tile that ends where the gate ends, from those of the checkpoint's tiles."""
+    tile, cut = request.quant.w13.weight_block[0], request.local_quant.w13.weight_block[0]
+    return scale[:, torch.arange(0, num_rows, cut) // tile]
 
 
 class BuiltLayer:

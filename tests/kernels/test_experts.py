@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import oracle
@@ -15,9 +14,8 @@ from moe_core.kernels.combine import combine
 from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
 from moe_core.kernels.permute import gather_masked, gather_rows, masked_row_map, permute
-from moe_core.kernels.quantize import dequantize
 from moe_core.payloads import Tensor
-from moe_core.quant import FP32, MXFP4_W4A16, W8A8_INT8, QuantScheme
+from moe_core.quant import QuantScheme
 
 _SWIGLU = ActivationSpec()
 _DTYPES = list(oracle.TOLERANCE)
@@ -32,8 +30,8 @@ _VARIANTS = [
 def _experts(params: dict[str, Any], spec: ActivationSpec, *, deterministic: bool = False) -> Experts:
     scheme = QuantScheme.from_name({torch.float32: "fp32", torch.bfloat16: "bf16"}.get(params["w13"].dtype, "fp16"))
     return Experts(
-        w13=ExpertLinear(weight=params["w13"], bias=params.get("b13"), scheme=scheme),
-        w2=ExpertLinear(weight=params["w2"], bias=params.get("b2"), scheme=scheme),
+        w13=ExpertLinear.of(scheme, params["w13"], bias=params.get("b13")),
+        w2=ExpertLinear.of(scheme, params["w2"], bias=params.get("b2")),
         activation=activation_function(spec),
         post_norm=params.get("post_norm"),
         weight_on_input=params.get("weight_on_input", False),
@@ -150,42 +148,6 @@ def test_padded_formats_give_each_slots_row(dtype: torch.dtype, alignment: int) 
     assert oracle.relative_error(got, want) < oracle.TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 12])
-def test_mxfp4_weights(tokens: int) -> None:
-    def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        scale = torch.randint(120, 126, (3, rows, columns // 32), dtype=torch.uint8)
-        return torch.randint(0, 256, (3, rows, columns // 2), dtype=torch.uint8), scale
-
-    stored = {"w13": make(64, 64), "w2": make(64, 32)}
-    params = {n: torch.stack([dequantize(*e, MXFP4_W4A16) for e in zip(*s, strict=True)]) for n, s in stored.items()}
-    linears = {n: ExpertLinear(weight=w, scale=s, scheme=MXFP4_W4A16) for n, (w, s) in stored.items()}
-    x, ids, weights = oracle.make_tokens(tokens, 64, 3, 2, torch.bfloat16)
-    got = experts_standard(x, ids, weights, Experts(**linears, activation=activation_function(_SWIGLU)))
-    # Weights are exact and everything but the result is fp32: one rounding to bf16.
-    assert oracle.relative_error(got, oracle.layer(x, ids, weights, params, _SWIGLU)) < 2.0**-8
-
-
-def test_int8_weights_and_activations() -> None:
-    codes = {"w13": torch.randint(-127, 128, (3, 48, 64)), "w2": torch.randint(-127, 128, (3, 64, 24))}
-    scales = {n: (torch.rand(c.shape[:2]) + 0.5) / (127 * math.sqrt(c.shape[2])) for n, c in codes.items()}
-    linears = {n: ExpertLinear(weight=c.char(), scale=scales[n], scheme=W8A8_INT8) for n, c in codes.items()}
-    x, ids, weights = oracle.make_tokens(12, 64, 3, 2, torch.float32)
-    got = experts_standard(x, ids, weights, Experts(**linears, activation=activation_function(_SWIGLU)))
-
-    def quantized(a: Tensor) -> Tensor:
-        step = a.abs().max() / 127
-        return (a / step).round() * step
-
-    want = torch.zeros(12, 64, dtype=torch.float64)
-    for t, k in torch.cartesian_prod(torch.arange(12), torch.arange(2)).tolist():
-        e = int(ids[t, k])
-        w13, w2 = (codes[n][e].double() * scales[n][e].double()[:, None] for n in ("w13", "w2"))
-        hidden = oracle.activate(w13 @ quantized(x[t].double()), _SWIGLU)
-        want[t] += weights[t, k].double() * (w2 @ quantized(hidden))
-    # A code may differ by one where fp32 and float64 fall on two sides of a tie: 1/127 of one of 64 channels.
-    assert oracle.relative_error(got, want) < 2e-3
-
-
 def test_module_activation_is_called_with_whole_rows() -> None:
     params = oracle.make_params(3, 16, 8, torch.float32)
     experts = _experts(params, _SWIGLU)
@@ -202,4 +164,3 @@ def test_parameters_that_require_grad_are_accepted() -> None:
     params = {n: w.requires_grad_() for n, w in oracle.make_params(3, 16, 8, torch.float32).items()}
     x, ids, weights = oracle.make_tokens(5, 16, 3, 2, torch.float32)
     assert not experts_standard(x, ids, weights, _experts(params, _SWIGLU)).requires_grad
-    assert FP32.label == _experts(params, _SWIGLU).w13.scheme_name

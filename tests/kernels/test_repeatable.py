@@ -21,8 +21,8 @@ def _make(scheme: str, hidden: int, inner: int, transposed: bool = False, determ
     params = oracle.make_params(4, hidden, inner, _DTYPES[scheme], bias=True)
     w13, w2 = (params[n].mT.contiguous().mT if transposed else params[n] for n in ("w13", "w2"))
     return Experts(
-        w13=ExpertLinear(weight=w13, bias=params["b13"], scheme=QuantScheme.from_name(scheme)),
-        w2=ExpertLinear(weight=w2, bias=params["b2"], scheme=QuantScheme.from_name(scheme)),
+        w13=ExpertLinear.of(QuantScheme.from_name(scheme), w13, bias=params["b13"]),
+        w2=ExpertLinear.of(QuantScheme.from_name(scheme), w2, bias=params["b2"]),
         activation=activation_function(SWIGLU_OAI),
         deterministic=deterministic,
     )
@@ -71,7 +71,7 @@ def test_full_graph_with_routing_that_changes(scheme: str) -> None:
 def test_full_graph_with_quantized_weights_and_a_module_activation() -> None:
     def linear(rows: int, columns: int) -> ExpertLinear:
         codes = torch.randint(-127, 128, (4, rows, columns)).char()
-        return ExpertLinear(weight=codes, scale=torch.rand(4, rows) / 100, scheme=W8A8_INT8)
+        return ExpertLinear.of(W8A8_INT8, codes, output_scale=torch.rand(4, rows) / 100)
 
     def gate(h: Tensor) -> Tensor:
         return torch.tanh(h[:, :48]) * h[:, 48:]

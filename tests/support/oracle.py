@@ -49,23 +49,29 @@ def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 def layer(x: Tensor, ids: Tensor, weights: Tensor, params: dict[str, Any], spec: ActivationSpec) -> Tensor:
-    """The layer's definition; `params` as made by `make_params`, with optional `post_norm`, `weight_on_input`."""
+    """The layer's definition; `params` as made by `make_params`.
+
+    Optional besides: `post_norm`, `weight_on_input`, and the rounding of all slots' inputs, `round_w13` and `round_w2`.
+    """
+    slots = [(t, k, int(ids[t, k])) for t in range(x.shape[0]) for k in range(ids.shape[1]) if ids[t, k] >= 0]
     result = torch.zeros(x.shape, dtype=torch.float64)
-    for t in range(x.shape[0]):
-        for k in range(ids.shape[1]):
-            e = int(ids[t, k])
-            if e < 0:
-                continue
-            w = weights[t, k].double()
-            on_input = params.get("weight_on_input", False)
-            row = x[t].double() * (w if on_input else 1.0)
-            h = params["w13"][e].double() @ row
-            h = h if params.get("b13") is None else h + params["b13"][e].double()
-            y = params["w2"][e].double() @ activate(h, spec)
-            y = y if params.get("b2") is None else y + params["b2"][e].double()
-            y = y if params.get("post_norm") is None else params["post_norm"](y[None])[0]
-            result[t] += y if on_input else w * y
+    if not slots:
+        return result
+    on_input = params.get("weight_on_input", False)
+    rows = torch.stack([x[t].double() * (weights[t, k].double() if on_input else 1.0) for t, k, _ in slots])
+    hidden = activate(_linear(rows, "13", [e for *_, e in slots], params), spec)
+    outputs = _linear(hidden, "2", [e for *_, e in slots], params)
+    for (t, k, _), row in zip(slots, outputs, strict=True):
+        y = row if params.get("post_norm") is None else params["post_norm"](row[None])[0]
+        result[t] += y if on_input else weights[t, k].double() * y
     return result
+
+
+def _linear(rows: Tensor, number: str, experts: list[int], params: dict[str, Any]) -> Tensor:
+    rows = params.get(f"round_w{number}", Tensor.double)(rows)
+    results = torch.stack([params[f"w{number}"][e].double() @ row for e, row in zip(experts, rows, strict=True)])
+    bias = params.get(f"b{number}")
+    return results if bias is None else results + bias[experts].double()
 
 
 def make_params(

@@ -30,13 +30,14 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
 
 def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> ExpertLinear:
     name = f"w{number}"
-    return ExpertLinear(
-        weight=weights[name],
-        scheme=scheme,
-        bias=weights.get(f"b{number}"),
+    return ExpertLinear.of(
+        scheme,
+        weights[name],
         scale=weights.get(f"{name}_scale"),
-        row_scale=weights.get(f"{name}_row_scale"),
+        zero_point=weights.get(f"{name}_zero_point"),
+        output_scale=weights.get(f"{name}_output_scale"),
         input_scale=weights.get(f"{name}_input_scale"),
+        bias=weights.get(f"b{number}"),
     )
 
 

@@ -8,7 +8,7 @@ import attrs
 
 from moe_core.activation import ActivationPattern
 from moe_core.hookspecs import hookimpl
-from moe_core.kernels.schemes import SUPPORTED_SCHEMES
+from moe_core.kernels.schemes import EVERY_SCHEME
 from moe_core.quant import BF16
 from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
 
@@ -65,7 +65,7 @@ def _runner(format_: str) -> RunnerSpec:
         kernel=format_,
         format=format_,
         reads=_FLOATS,
-        schemes=SUPPORTED_SCHEMES,
+        schemes=(EVERY_SCHEME,),
         activations=_ACTIVATIONS,
         dtypes=("fp32", "bf16", "fp16"),
         weight_layout=WEIGHT_LAYOUT,
@@ -119,7 +119,7 @@ def declare_backends() -> PluginSpec:
 
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
-    """Canonical weights are read as they are, global scales as factors of output rows."""
+    """Canonical weights are read as they are; scales that a whole row shares multiply the outputs."""
     from moe_core.backends.torch.weights import prepare
 
     return prepare(plan, weights, out)

@@ -1,11 +1,13 @@
-"""Preparation for the torch runners: weights as they are stored, global scales as one factor per output row."""
+"""Preparation for the torch runners: weights as they are stored; scales that a whole row shares become output scales."""
 
 from __future__ import annotations
 
 import torch
 
+from moe_core.kernels.number_formats import scale_values
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
+from moe_core.quant import WHOLE, QuantScheme
 
 
 def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
@@ -14,7 +16,14 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     What is computed from raw tensors is a prepared tensor too, so that a reload refreshes it.
     """
     interleaved = plan.request.activation.row_order == "interleaved"
-    tensors = _prepared(weights.tensors, interleaved)
+    quant = plan.request.local_quant
+    tensors = {
+        name: PreparedTensor(data=weights.tensors[name], owned=False)
+        for name in ("b13", "b2")
+        if name in weights.tensors
+    }
+    for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
+        tensors |= _projection(name, scheme, weights.tensors, interleaved)
     if out is None:
         return PreparedWeights(
             layout=plan.weight_layout,
@@ -31,25 +40,31 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     return out
 
 
-def _prepared(raw: dict[str, Tensor], interleaved: bool) -> dict[str, PreparedTensor]:
-    prepared = {}
-    for name, tensor in raw.items():
-        projection = name.partition("_")[0]
-        if name.endswith("_global_scale"):
-            rows = _row_scale(tensor, raw[projection].shape[1], interleaved)
-            prepared[f"{projection}_row_scale"] = PreparedTensor(data=rows)
-        elif name.endswith("_input_scale"):
-            # One scale for all experts: a token is rounded once, before it is known which expert reads it.
-            prepared[name] = PreparedTensor(data=tensor.max(), expert_axis=None)
-        else:
-            # Exponent bytes come in two dtypes; one of them here, or a reload with the other would convert numbers.
-            data = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
-            prepared[name] = PreparedTensor(data=data, owned=False)
+def _projection(name: str, scheme: QuantScheme, raw: dict[str, Tensor], interleaved: bool) -> dict[str, PreparedTensor]:
+    """What `StoredLinear` and its rounder need of one projection."""
+    num_rows = raw[name].shape[1]
+    whole_rows = scheme.weight_block in ((1, WHOLE), (WHOLE, WHOLE))
+    prepared = {name: PreparedTensor(data=raw[name], owned=False)}
+    scale, zero_point = raw.get(f"{name}_scale"), raw.get(f"{name}_zero_point")
+    shared = [raw.get(f"{name}_global_scale"), scale if whole_rows else None]
+    factors = [_by_row(scale_values(factor), num_rows, interleaved) for factor in shared if factor is not None]
+    if factors:
+        prepared[f"{name}_output_scale"] = PreparedTensor(data=torch.stack(factors).prod(0))
+    if scale is not None and not whole_rows:
+        # Exponent bytes come in two dtypes; one of them here, or a reload with the other would convert numbers.
+        data = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+        prepared[f"{name}_scale"] = PreparedTensor(data=data, owned=False)
+    if zero_point is not None:
+        data = _by_row(zero_point, num_rows, interleaved)[..., None] if whole_rows else zero_point
+        prepared[f"{name}_zero_point"] = PreparedTensor(data=data, owned=whole_rows)
+    if (input_scale := raw.get(f"{name}_input_scale")) is not None:
+        # One scale for all experts: a token is rounded once, before it is known which expert reads it.
+        prepared[f"{name}_input_scale"] = PreparedTensor(data=input_scale.max(), expert_axis=None)
     return prepared
 
 
-def _row_scale(global_scale: Tensor, num_rows: int, interleaved: bool) -> Tensor:
-    """`[L]` or `[L, 2]` (gate, up) -> `[L, num_rows]`: gate and up each keep their own scale."""
-    halves = global_scale.reshape(global_scale.shape[0], -1)
+def _by_row(stored: Tensor, num_rows: int, interleaved: bool) -> Tensor:
+    """`[L]`, `[L, 1]`, `[L, 2]` (gate, up) or `[L, num_rows]` -> `[L, num_rows]`: gate and up each keep their own."""
+    halves = stored.reshape(stored.shape[0], -1)
     times = num_rows // halves.shape[1]
     return halves.repeat(1, times) if interleaved else halves.repeat_interleave(times, dim=1)

@@ -1,0 +1,150 @@
+"""Every quantization scheme through the layer: loading, preparation, routing and numbers, against the float64 layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import oracle
+import pytest
+import torch
+from layers import build, random_tokens
+from quantized import QUANTS, random_quantized
+
+from moe_core import LayerRequest, MoELayer, RawWeights
+from moe_core.activation import SWIGLU_OAI, ActivationSpec
+from moe_core.errors import ResolutionError
+from moe_core.payloads import Tensor
+from moe_core.quant import FP8_BLOCK128, NVFP4, LayerQuant
+
+#: Widths that no group of 32 and no tile of 128 divides.
+_BASE = LayerRequest(num_experts=4, top_k=3, hidden_size=72, intermediate_size=48, dtype="fp32")
+#: fp32 sums differ from float64 ones by 1e-6; a code on the other side of a tie for it changes one of some thousand
+#: products by up to a sixteenth.
+_TOLERANCE = {"fp32": 2e-3, "bf16": 4e-3, "fp16": 2e-3}
+_LIMITED = ActivationSpec(limit=0.9, clamp="after", row_order="interleaved")
+_RELU2 = ActivationSpec(kind="relu2", gated=False)
+
+
+def _request(quant: LayerQuant, **more: Any) -> LayerRequest:
+    dtype = "bf16" if not (quant.w13.is_quantized and quant.w2.is_quantized) else _BASE.dtype
+    return attrs.evolve(_BASE, **{"quant": quant, "dtype": dtype} | more)
+
+
+def _error(layer: MoELayer, request: LayerRequest, meaning: dict[str, Any], tokens: tuple[Tensor, ...]) -> float:
+    meaning = meaning | {"weight_on_input": request.weight_on_input}
+    return oracle.relative_error(layer(*tokens), oracle.layer(*tokens, meaning, request.activation))
+
+
+def _check(request: LayerRequest, num_tokens: int = 9, seed: int = 1) -> None:
+    tensors, meaning = random_quantized(request, seed)
+    tokens = random_tokens(request, num_tokens, seed)
+    assert _error(build(request, tensors), request, meaning, tokens) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", QUANTS)
+def test_numbers(name: str, bias: bool) -> None:
+    _check(_request(QUANTS[name], bias=bias))
+
+
+@pytest.mark.parametrize("activation", [SWIGLU_OAI, _LIMITED, _RELU2], ids=str)
+@pytest.mark.parametrize("name", QUANTS)
+def test_activation_variants(name: str, activation: ActivationSpec) -> None:
+    _check(_request(QUANTS[name], activation=activation, bias=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in QUANTS if QUANTS[name].w2.is_quantized])
+def test_half_precision_layers(name: str, dtype: str) -> None:
+    _check(_request(QUANTS[name], dtype=dtype))
+
+
+@pytest.mark.parametrize("mode", ["contiguous", "masked"])
+@pytest.mark.parametrize("name", QUANTS)
+def test_padded_formats(name: str, mode: str) -> None:
+    _check(_request(QUANTS[name], a2a_backend=f"none.{mode}", bias=True))
+
+
+@pytest.mark.parametrize("name", QUANTS)
+def test_router_weights_on_the_input(name: str) -> None:
+    request = _request(QUANTS[name], weight_on_input=True)
+    tensors, meaning = random_quantized(request)
+    hidden_states, topk_ids, topk_weights = random_tokens(request, 9)
+    # Powers of two: weighting the input in the layer's dtype is then exact.
+    tokens = hidden_states, topk_ids, torch.exp2(topk_weights.log2().round())
+    assert _error(build(request, tensors), request, meaning, tokens) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("name", QUANTS)
+def test_a_reload_refreshes_everything(name: str) -> None:
+    request = _request(QUANTS[name], bias=True)
+    layer = build(request, random_quantized(request, 1)[0])
+    tensors, meaning = random_quantized(request, 2)
+    storage = [parameter.data_ptr() for parameter in layer.parameters()]
+    layer.load_weights(RawWeights(tensors=tensors))
+    assert [parameter.data_ptr() for parameter in layer.parameters()] == storage
+    assert _error(layer, request, meaning, random_tokens(request, 9)) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTS if name != "fp8_tensor_dynamic"])
+def test_a_tokens_bits_do_not_depend_on_its_batch(name: str) -> None:
+    request = _request(QUANTS[name], bias=True, deterministic=True)
+    tensors, meaning = random_quantized(request)
+    layer, (x, ids, weights) = build(request, tensors), random_tokens(request, 9)
+    batch = layer(x, ids, weights)
+    assert torch.equal(torch.cat([layer(*(v[t : t + 1] for v in (x, ids, weights))) for t in range(9)]), batch)
+    assert torch.equal(layer(*(v.flip(0) for v in (x, ids, weights))).flip(0), batch)
+    assert _error(layer, request, meaning, (x, ids, weights)) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("name", QUANTS)
+def test_experts_without_tokens_and_slots_without_experts_are_not_read(name: str) -> None:
+    request = _request(QUANTS[name])
+    tensors, meaning = random_quantized(request)
+    for key, tensor in tensors.items():
+        if (
+            tensor.is_floating_point()
+            and tensor.element_size() > 1
+            and not key.endswith(("_input_scale", "_global_scale"))
+        ):
+            tensor[3] = torch.nan
+    x, ids, weights = random_tokens(request, 9)
+    ids = ids.clamp(max=2)
+    ids[4] = -1
+    x[4] = torch.nan
+    layer = build(request, tensors)
+    got = layer(x, ids, weights)
+    assert torch.equal(got[4], torch.zeros_like(got[4]))
+    want = oracle.layer(x, ids, weights, meaning, request.activation)
+    assert oracle.relative_error(got, want) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("name", ["w8a8_int8", "fp8_block128", "nvfp4", "mxfp4_w4a16", "fp8_tensor_static"])
+def test_scales_of_an_expert_that_was_never_routed_to_may_be_tiny(name: str) -> None:
+    request = _request(QUANTS[name])
+    tensors, _ = random_quantized(request)
+    for key in tensors:
+        if key.endswith("_scale") and tensors[key].dtype == torch.float32 and not key.endswith("_input_scale"):
+            tensors[key][1] = 1e-23
+    output = build(request, tensors)(*random_tokens(request, 9))
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("quant", [LayerQuant.of(NVFP4), LayerQuant.of(FP8_BLOCK128)], ids=str)
+def test_fp16_survives_dequantized_values_beyond_its_range(quant: LayerQuant) -> None:
+    request = _request(quant, dtype="fp16")
+    tensors, meaning = random_quantized(request)
+    tensors["w2_global_scale" if quant.w2.global_scale else "w2_scale"] *= 2.0**20
+    meaning["w2"] *= 2.0**20
+    assert meaning["w2"].abs().max() > torch.finfo(torch.float16).max
+    x, ids, weights = random_tokens(request, 9)
+    # gate * up / 2 of small tokens: 2 ** -21 and the weights' 2 ** 20 make outputs of order one.
+    assert _error(build(request, tensors), request, meaning, (x * 2.0**-10, ids, weights)) < _TOLERANCE["fp16"]
+
+
+@pytest.mark.error_path
+def test_one_scale_for_all_rows_is_not_deterministic() -> None:
+    request = _request(QUANTS["fp8_tensor_dynamic"], deterministic=True)
+    with pytest.raises(ResolutionError, match="one scale for all rows of a batch"):
+        build(request, random_quantized(request)[0])
