@@ -19,7 +19,7 @@ from moe_core.quant.known import (
 )
 from moe_core.quant.layer import LayerQuant
 from moe_core.quant.scheme import ACTIVATION_DTYPES, ACTIVATION_SCALING, SCALE_DTYPES, WEIGHT_DTYPES, WHOLE, QuantScheme
-from moe_core.quant.stored import STORAGES, StoredScheme
+from moe_core.quant.stored import STORAGES, StoredLayer, StoredScheme
 
 __all__ = [
     "ACTIVATION_DTYPES",
@@ -43,5 +43,6 @@ __all__ = [
     "WHOLE",
     "LayerQuant",
     "QuantScheme",
+    "StoredLayer",
     "StoredScheme",
 ]

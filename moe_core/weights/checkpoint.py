@@ -1,0 +1,220 @@
+"""A checkpoint on disk: which tensors it has, and slices of them, read when asked for and counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moe_core.errors import WeightsError
+from moe_core.payloads import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+#: Words of the safetensors format -> torch's dtypes.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorSource(Protocol):
+    """What the loader reads from: a checkpoint, or tensors in memory."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype."""
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of it, one slice for each axis; the caller does not write to what it gets."""
+
+
+class Checkpoint:
+    """A folder of safetensors files, or one such file.
+
+    The files are opened when a tensor in them is first asked for; only the slices asked for are copied out of them.
+
+    Attributes:
+        path: The folder or file.
+        bytes_read: Bytes of all slices read so far.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Find the files; a folder with `model.safetensors.index.json` is sharded.
+
+        Raises:
+            WeightsError: No safetensors there, a shard is missing from the disk or from the index, or the index or the
+                header of a single file is not readable.
+        """
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+        self._folder, self._file_of = self._find()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor.
+
+        Raises:
+            WeightsError: A dtype that this project has no use for.
+        """
+        word = self._slice(name).get_dtype()
+        if word not in _DTYPES:
+            raise WeightsError(f"{self.path}: {name} has dtype {word}; known are {', '.join(_DTYPES)}")
+        return _DTYPES[word]
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """A part of one tensor; without `slices` all of it.
+
+        Args:
+            name: The tensor.
+            slices: One for each axis, without steps.
+
+        Raises:
+            WeightsError: There is no such tensor, or the file cannot be read.
+        """
+        stored = self._slice(name)
+        try:
+            values: Tensor = stored[slices or ...]
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{self._folder / self._file_of[name]}: {name} cannot be read ({error})") from error
+        self.bytes_read += values.numel() * values.element_size()
+        return values
+
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        self._open.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise WeightsError(f"{self.path}: no tensor {name}")
+        return self._shard(self._file_of[name]).get_slice(name)
+
+    def _shard(self, file: str) -> Any:
+        """The open file, in which everything lies that the index says."""
+        if file not in self._open:
+            shard = _open_file(self._folder / file)
+            named = {name for name, where in self._file_of.items() if where == file}
+            held = set(shard.keys())
+            if named != held:
+                _refuse_index(self._folder, file, absent=named - held, unnamed=held - named)
+            self._open[file] = shard
+        return self._open[file]
+
+    def _find(self) -> tuple[Path, dict[str, str]]:
+        if self.path.is_file():
+            return self.path.parent, dict.fromkeys(_open_file(self.path).keys(), self.path.name)
+        index = self.path / INDEX_FILE
+        if index.is_file():
+            return self.path, _read_index(index)
+        files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if SINGLE_FILE in files:
+            files = [SINGLE_FILE]
+        if len(files) != 1:
+            found = f"{len(files)} safetensors files and no index" if files else "no safetensors file"
+            raise WeightsError(f"{self.path}: {found}; expected {SINGLE_FILE}, or shards with {INDEX_FILE}")
+        return self.path, dict.fromkeys(_open_file(self.path / files[0]).keys(), files[0])
+
+
+class InMemory:
+    """Tensors in memory as a source."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        """Borrow `tensors`."""
+        self._tensors = tensors
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor."""
+        return self._tensors[name].dtype
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A view of a part of one tensor."""
+        return self._tensors[name][slices]
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: not a whole safetensors file ({error}); fetch it again") from error
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index says."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        file_of = content["weight_map"]
+        named = set(file_of.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index}: not readable as an index with a weight_map ({error!r})") from error
+    on_disk = {file.name for file in index.parent.glob("*.safetensors")}
+    absent = sorted(named - on_disk)
+    if absent:
+        raise WeightsError(f"{index}: shards that are not on disk: {', '.join(absent)}; fetch the rest of the model")
+    # Files of another series (a second format beside the shards) are nobody's business.
+    series = {_series(file) for file in named} - {None}
+    strangers = sorted(file for file in on_disk - named if _series(file) in series)
+    if strangers:
+        raise WeightsError(f"{index}: shards on disk that the index does not name: {', '.join(strangers)}")
+    return dict(file_of)
+
+
+def _series(file: str) -> tuple[str, str] | None:
+    """What the shards of one checkpoint share: `model` and `00007` of `model-00002-of-00007.safetensors`."""
+    match = re.fullmatch(r"(.+)-\d+-of-(\d+)\.safetensors", file)
+    return (match[1], match[2]) if match else None
+
+
+def _refuse_index(folder: Path, file: str, absent: set[str], unnamed: set[str]) -> None:
+    lines = [f"{folder / INDEX_FILE} and {file} disagree; nothing was loaded:"]
+    lines += [f"{name}: in the index, not in the file" for name in sorted(absent)]
+    lines += [f"{name}: in the file, not in the index" for name in sorted(unnamed)]
+    raise WeightsError("\n  ".join(lines))

@@ -1,0 +1,54 @@
+"""4-bit and 8-bit codes: out of the words of checkpoints, and into canonical bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.payloads import Tensor
+
+#: Where output i of eight lies in a word of AWQ, which holds outputs 0 2 4 6 1 3 5 7.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack(stored: Tensor, axis: int, bits: int, places: tuple[int, ...] = ()) -> Tensor:
+    """Integers that hold several codes each -> the codes.
+
+    Args:
+        stored: Any integer dtype; each holds `8 * itemsize / bits` codes along `axis`, the first in the lowest bits.
+        axis: Axis along which neighbours are packed.
+        bits: 4 or 8.
+        places: Where code i of a word lies, if not at i.
+
+    Returns:
+        uint8, as stored (two's complement or unsigned), `axis` longer by that factor.
+    """
+    words = stored.movedim(axis, -1).contiguous()
+    # Little-endian memory: the lowest bits of a word are its first byte.
+    codes = words.view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    if places:
+        codes = codes.reshape(*codes.shape[:-1], -1, len(places))[..., list(places)].flatten(-2)
+    return codes.movedim(-1, axis)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 `[..., C]` of 4-bit codes -> uint8 `[..., C / 2]`, the first in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def sign_bit(bits: int) -> int:
+    """The bit that turns codes with an offset (zero in the middle) into two's complement: `u - 8 == u ^ 8` mod 16."""
+    return 1 << (bits - 1)
+
+
+def exponent_bytes(scales: Tensor) -> tuple[Tensor, bool]:
+    """Floats that are powers of two -> their e8m0 bytes; False if some are not.
+
+    Args:
+        scales: Any float dtype, any shape.
+    """
+    mantissa, exponent = torch.frexp(scales.float())
+    code = exponent + 126
+    exact = bool(((mantissa == 0.5) & (code >= 0) & (code <= 254)).all())
+    return code.clamp(0, 254).to(torch.uint8), exact

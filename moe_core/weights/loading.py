@@ -1,0 +1,192 @@
+"""A rank's share of one layer's experts, from a checkpoint or from canonical tensors, into canonical `RawWeights`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import attrs
+import torch
+
+from moe_core.errors import SpecError, WeightsError
+from moe_core.payloads import RawWeights, Tensor
+from moe_core.quant import QuantScheme, StoredLayer, StoredScheme
+from moe_core.request import LayerRequest
+from moe_core.weights.bands import StoredLayout, part_shape
+from moe_core.weights.checkpoint import InMemory, TensorSource
+from moe_core.weights.filling import Filler
+from moe_core.weights.names import Part, canonical_parts, find_parts
+from moe_core.weights.reads import Planner, Read, left_over
+
+#: `(bytes read, bytes to read)`, after each piece.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def load_experts(
+    source: TensorSource,
+    module: str,
+    request: LayerRequest,
+    stored: StoredLayer,
+    *,
+    ep_rank: int = 0,
+    tp_rank: int = 0,
+    layout: StoredLayout | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> RawWeights:
+    """Read one rank's experts of one layer; of every tensor only the part that this rank holds.
+
+    Names, shapes and dtypes are checked before anything is read. Memory: the canonical tensors and one expert's piece.
+
+    Args:
+        source: An open `Checkpoint`.
+        module: Dotted name of the experts module; `names.experts_module` finds it.
+        request: The layer. `ep_size` and `tp_size` say how it is split.
+        stored: How both projections are stored.
+        ep_rank: This rank among the expert-parallel ones.
+        tp_rank: This rank among the tensor-parallel ones; rank 0 alone gets `b2`, since their outputs are summed.
+        layout: What names and shapes do not tell; default: rows as the activation says, `[out, in]`.
+        device: Where the result lies.
+        progress: Called after each piece.
+
+    Returns:
+        Canonical tensors of `request.local_experts(ep_rank)`, handed over. Padding rows and columns of the last
+        tensor-parallel ranks have codes that mean zero and scales of one.
+
+    Raises:
+        SpecError: A rank outside the request's sizes.
+        WeightsError: Lists every tensor that is missing, misshapen, mistyped, unknown or of unusable content.
+    """
+    _check_request(request, stored, tp_rank)
+    layout = layout or StoredLayout()
+    experts = request.local_experts(ep_rank)
+    parts = find_parts(source.names, module, stored, gated=request.activation.gated, bias=request.bias)
+    unknown = left_over(source.names, module, parts, request.num_experts)
+    problems = [f"{name}: nothing of a layer with {request.num_experts} experts reads it" for name in unknown]
+    tensors = _load(source, parts, request, experts, tp_rank, layout, device, progress, problems, module)
+    return RawWeights(tensors=tensors, handed_over=True)
+
+
+def cut(
+    tensors: dict[str, Tensor], request: LayerRequest, tp_rank: int = 0, *, tiling: str | None = None
+) -> dict[str, Tensor]:
+    """One tensor-parallel rank's share of canonical tensors, with scales in the blocks of `request.local_quant`.
+
+    Args:
+        tensors: Canonical tensors of the whole width I, any number of experts, rows as the activation says; scales in
+            the blocks of `request.quant`.
+        request: The layer.
+        tp_rank: The rank.
+        tiling: How `w13_scale` counts tiles of rows, see `StoredLayout`; needed where I is no multiple of them.
+
+    Returns:
+        New tensors, as `load_experts` gives them.
+
+    Raises:
+        SpecError: A rank outside the request's sizes.
+        WeightsError: As for `load_experts`.
+    """
+    stored = StoredLayer(StoredScheme(request.quant.w13), StoredScheme(request.quant.w2))
+    _check_request(request, stored, tp_rank)
+    parts = canonical_parts(stored, gated=request.activation.gated, bias=request.bias)
+    count = tensors["w13"].shape[0] if "w13" in tensors else 0
+    known = {part.find(frozenset(tensors), tensor, 0) for part in parts for tensor in part.tensors}
+    problems = [f"{name}: unknown" for name in sorted(set(tensors) - known)]
+    every = attrs.evolve(request, num_experts=max(count, request.top_k), ep_size=1)
+    layout = StoredLayout(tiling=tiling)
+    device = next(iter(tensors.values())).device if tensors else "cpu"
+    return _load(
+        InMemory(tensors), parts, every, range(count), tp_rank, layout, device, None, problems, "canonical tensors"
+    )
+
+
+def _load(
+    source: TensorSource,
+    parts: Sequence[Part],
+    request: LayerRequest,
+    experts: Iterable[int],
+    tp_rank: int,
+    layout: StoredLayout,
+    device: torch.device | str,
+    progress: Progress | None,
+    problems: list[str],
+    where: str,
+) -> dict[str, Tensor]:
+    experts = tuple(experts)
+    filler = Filler(request, experts, layout, device)
+    takes_b2 = tp_rank == 0
+    planner = Planner(
+        source=source, num_experts=request.num_experts, layout=layout, takes_b2=takes_b2, problems=problems
+    )
+    reads: list[Read] = []
+    for part in parts:
+        try:
+            shape = part_shape(part, request, tp_rank, layout)
+        except WeightsError as error:
+            problems.append(str(error))
+            continue
+        # An expert that is placed twice is read once.
+        reads += planner.reads(part, shape, tuple(dict.fromkeys(experts)))
+    _refuse(where, problems)
+    bias_dtypes: dict[str, set[torch.dtype]] = {}
+    for read in reads:
+        if read.tensor.role == "bias":
+            bias_dtypes.setdefault(f"b{read.part.projection[1:]}", set()).add(source.dtype(read.name))
+    filler.allocate(bias_dtypes)
+    # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
+    reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order[read.expert]))
+    _run(source, reads, filler, progress)
+    _refuse(where, filler.problems)
+    return filler.tensors
+
+
+def _run(source: TensorSource, reads: list[Read], filler: Filler, progress: Progress | None) -> None:
+    total, done = _total(reads), 0
+    last: tuple[str, tuple[slice, ...]] | None = None
+    values = torch.empty(0)
+    for read in reads:
+        if read.tensor.role == "weight" and filler.problems:
+            return
+        if last is None or (read.name, read.slices) != last:
+            values = source.read(read.name, read.slices)
+            last = (read.name, read.slices)
+            done += read.nbytes
+        filler.put(values, read)
+        if progress is not None:
+            progress(done, total)
+
+
+def _total(reads: list[Read]) -> int:
+    """Bytes of all reads; two bands of alternating rows are one."""
+    total = 0
+    for before, read in zip([None, *reads], reads, strict=False):
+        if before is None or (before.name, before.slices) != (read.name, read.slices):
+            total += read.nbytes
+    return total
+
+
+def _check_request(request: LayerRequest, stored: StoredLayer, tp_rank: int) -> None:
+    if not 0 <= tp_rank < request.tp_size:
+        raise SpecError(f"tensor-parallel rank {tp_rank} is not in 0..{request.tp_size - 1}")
+    for name, asked, found in (
+        ("w13", request.quant.w13, stored.w13.scheme),
+        ("w2", request.quant.w2, stored.w2.scheme),
+    ):
+        if _weights_of(asked) != _weights_of(found):
+            raise WeightsError(f"{name}: the request has {asked} weights, the checkpoint {found}")
+
+
+def _weights_of(scheme: QuantScheme) -> tuple[object, ...]:
+    """What of a scheme is about stored weights."""
+    return (
+        scheme.weight_dtype,
+        scheme.weight_block,
+        scheme.weight_scale,
+        scheme.global_scale,
+        scheme.zero_point,
+    )
+
+
+def _refuse(where: str, problems: list[str]) -> None:
+    if problems:
+        raise WeightsError("\n  ".join([f"{where}: the weights do not fit; nothing was loaded:", *problems]))

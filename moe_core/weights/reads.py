@@ -1,0 +1,251 @@
+"""What must be read of each stored tensor for one rank, and everything wrong with what the checkpoint has.
+
+Nothing is read here but names, shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+
+from moe_core.errors import WeightsError
+from moe_core.quant import WHOLE
+from moe_core.weights.bands import Band, PartShape, StoredLayout
+from moe_core.weights.checkpoint import TensorSource
+from moe_core.weights.names import Part
+from moe_core.weights.spans import Cut, cut_elements, cut_tiles
+from moe_core.weights.storages import StoredTensor, allowed_dtypes, is_known, is_needed, values_per_index
+
+#: Roles whose tensors are read whole: one or two values per expert, or one per channel.
+_WHOLE_ROLES = ("global_scale", "input_scale", "group_index")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Read:
+    """One part of one stored tensor of one expert.
+
+    Attributes:
+        part: The matrix it belongs to.
+        shape: That matrix's sizes.
+        tensor: Which of its tensors.
+        band: Which rows; None for what has no rows.
+        expert: Global id.
+        name: Name in the checkpoint.
+        slices: What is read.
+        rows: Which rows of that to keep.
+        columns: Which columns.
+        turned: Stored as `[columns, rows]`.
+        per: Values in one stored index of the packed axis.
+        nbytes: Bytes that are read.
+    """
+
+    part: Part
+    shape: PartShape
+    tensor: StoredTensor
+    band: Band | None
+    expert: int
+    name: str
+    slices: tuple[slice, ...]
+    rows: Cut | None = None
+    columns: Cut | None = None
+    turned: bool = False
+    per: int = 1
+    nbytes: int = 0
+
+
+def is_per_tensor(read: Read) -> bool:
+    """Whether this is a scale of a whole half, or of a whole matrix."""
+    return is_scalar(read.tensor, read.part)
+
+
+def is_scalar(tensor: StoredTensor, part: Part) -> bool:
+    """The same for one tensor of a part."""
+    whole = part.storage.scheme.weight_block == (WHOLE, WHOLE)
+    return tensor.role in ("global_scale", "input_scale") or (tensor.role == "scale" and whole)
+
+
+@attrs.frozen(kw_only=True)
+class Planner:
+    """Makes the reads of one layer.
+
+    Attributes:
+        source: Where the tensors are.
+        num_experts: Experts of the layer.
+        layout: What names and shapes do not tell.
+        has_bias: Whether this rank takes `b2`; the other tensor-parallel ranks have zeros, since ranks are summed.
+        problems: Everything that is missing, misshapen or mistyped; filled while planning.
+    """
+
+    source: TensorSource
+    num_experts: int
+    layout: StoredLayout
+    takes_b2: bool
+    problems: list[str] = attrs.field(factory=list)
+
+    def reads(self, part: Part, shape: PartShape, experts: Sequence[int]) -> Iterator[Read]:
+        """The reads of one part, expert by expert."""
+        names = self.source.names
+        cuts: dict[tuple[StoredTensor, Band | None, torch.dtype], tuple[Cut, Cut] | None] = {}
+        checked: set[str] = set()
+        for expert in experts:
+            for tensor in self._wanted(part):
+                name = part.find(names, tensor, expert)
+                if name is None:
+                    if is_needed(tensor, part.storage.scheme):
+                        wanted = next(part.spellings(tensor, expert))
+                        if wanted not in checked:
+                            self.problems.append(f"{wanted}: missing")
+                        checked.add(wanted)
+                    continue
+                if name not in checked:
+                    checked.add(name)
+                    problem = self._problem(name, part, shape, tensor)
+                    if problem:
+                        self.problems.append(problem)
+                        continue
+                elif any(problem.startswith(f"{name}: ") for problem in self.problems):
+                    continue
+                yield from self._of_tensor(part, shape, tensor, expert, name, cuts)
+
+    def _wanted(self, part: Part) -> Iterator[StoredTensor]:
+        scheme = part.storage.scheme
+        for tensor in part.tensors:
+            if tensor.role == "ignored" or not is_known(tensor, scheme):
+                continue
+            if tensor.role == "input_scale" and not is_needed(tensor, scheme):
+                continue
+            if tensor.role == "bias" and part.projection == "w2" and not self.takes_b2:
+                continue
+            if tensor.role in ("scale", "zero_point") and not scheme.is_quantized:
+                continue
+            yield tensor
+
+    def _of_tensor(
+        self,
+        part: Part,
+        shape: PartShape,
+        tensor: StoredTensor,
+        expert: int,
+        name: str,
+        cuts: dict[tuple[StoredTensor, Band | None, torch.dtype], tuple[Cut, Cut] | None],
+    ) -> Iterator[Read]:
+        dims, dtype = self.source.shape(name), self.source.dtype(name)
+        lead = (slice(expert, expert + 1),) if part.stacked and self._is_led(dims, tensor, part) else ()
+        rest = dims[len(lead) :]
+        common = {"part": part, "shape": shape, "tensor": tensor, "expert": expert, "name": name}
+        if tensor.role in _WHOLE_ROLES or is_scalar(tensor, part):
+            slices = (*lead, *(slice(0, size) for size in rest))
+            yield Read(**common, band=None, slices=slices, nbytes=_nbytes(slices, dtype))  # type: ignore[arg-type]
+            return
+        per = values_per_index(tensor, part.storage.scheme, dtype)
+        turned = self._is_turned(tensor, part) and len(rest) > 1
+        for band in shape.bands:
+            if not band.rows.count or not shape.taken_columns.count:
+                continue
+            key = (tensor, band, dtype)
+            if key not in cuts:
+                cuts[key] = self._cuts(name, tensor, band, shape, per)
+            found = cuts[key]
+            if found is None:
+                continue
+            rows, columns = found
+            order: tuple[slice, ...] = (columns.read, rows.read) if turned else (rows.read, columns.read)
+            if tensor.role == "scale" and len(rest) == 4:
+                order = (order[0], slice(0, 1), order[1], slice(0, 1))
+            slices = (*lead, *order[: len(rest)], *(slice(0, size) for size in rest[len(order) :]))
+            yield Read(
+                **common,  # type: ignore[arg-type]
+                band=band,
+                slices=slices,
+                rows=rows,
+                columns=columns,
+                turned=turned,
+                per=per,
+                nbytes=_nbytes(slices, dtype),
+            )
+
+    def _cuts(self, name: str, tensor: StoredTensor, band: Band, shape: PartShape, per: int) -> tuple[Cut, Cut] | None:
+        """Rows and columns to read; None, and a problem, where tiles do not fit."""
+        per_row = per if tensor.packed == "rows" else 1
+        per_column = per if tensor.packed == "columns" else 1
+        if tensor.role == "bias":
+            return cut_elements(band.rows), Cut(slice(0, 1), slice(0, 1))
+        if tensor.role == "weight":
+            return cut_elements(band.rows, per_row), cut_elements(shape.taken_columns, per_column)
+        (block_rows, block_columns), (tile_rows, tile_columns) = shape.block, shape.tile
+        try:
+            return (
+                cut_tiles(band.scaled, block_rows, tile_rows, per_row),
+                cut_tiles(shape.taken_columns, block_columns, tile_columns, per_column),
+            )
+        except WeightsError as error:
+            self.problems.append(f"{name}: {error}")
+            return None
+
+    def _is_turned(self, tensor: StoredTensor, part: Part) -> bool:
+        return tensor.transposed or (part.stacked and self.layout.orientation == "in_out")
+
+    def _is_led(self, dims: tuple[int, ...], tensor: StoredTensor, part: Part) -> bool:
+        """Whether the first axis counts experts: a single scale may be all experts'."""
+        return not is_scalar(tensor, part) or dims not in ((), (1,)) or self.num_experts == len(dims) == 1
+
+    def _problem(self, name: str, part: Part, shape: PartShape, tensor: StoredTensor) -> str | None:
+        """What is wrong with the shape or the dtype of one stored tensor."""
+        dims, dtype = self.source.shape(name), self.source.dtype(name)
+        dtypes = allowed_dtypes(tensor, part.storage.scheme)
+        shapes = self._shapes(part, shape, tensor, dtype)
+        if dims in shapes and (dtypes is None or dtype in dtypes):
+            return None
+        words = " or ".join(_word(wanted) for wanted in dtypes) if dtypes else "any dtype"
+        wanted = " or ".join(str(list(dims)) for dims in dict.fromkeys(shapes))
+        return f"{name}: expected {wanted} {words}, got {list(dims)} {_word(dtype)}"
+
+    def _shapes(self, part: Part, shape: PartShape, tensor: StoredTensor, dtype: torch.dtype) -> list[tuple[int, ...]]:
+        """Every shape that `tensor` may have, the usual one first."""
+        lead = (self.num_experts,) if part.stacked else ()
+        if is_scalar(tensor, part):
+            single = [lead, (*lead, 1), (*lead, 1, 1), (), (1,)]
+            pairs = [(*lead, 2), (*lead, 2, 1), (*lead, 1, 2)] if len(part.halves) == 2 else []
+            return single + pairs
+        if tensor.role == "bias":
+            return [(*lead, shape.rows)]
+        if tensor.role == "group_index":
+            return [(*lead, shape.columns)]
+        per = values_per_index(tensor, part.storage.scheme, dtype)
+        is_weight = tensor.role == "weight"
+        rows, columns = (shape.rows, shape.columns) if is_weight else (shape.scale_rows, shape.scale_columns)
+        rows = -(-rows // per) if tensor.packed == "rows" else rows
+        if tensor.packed == "columns":
+            columns = -(-columns // per)
+        if tensor.blocked:
+            return [(*lead, rows, columns, 16)]
+        sizes = (columns, rows) if self._is_turned(tensor, part) else (rows, columns)
+        flat = [(*lead, rows)] if not is_weight and columns == 1 else []
+        # Some writers keep the axes inside a tile, of size one.
+        deep = [(*lead, sizes[0], 1, sizes[1], 1)] if tensor.role == "scale" and shape.block[0] > 1 else []
+        return [(*lead, *sizes), *flat, *deep]
+
+
+def left_over(names: frozenset[str], module: str, parts: Sequence[Part], num_experts: int) -> list[str]:
+    """Names under `module` that no expert of the layer reads."""
+    known = {
+        part.find(names, tensor, expert)
+        for part in parts
+        for tensor in part.tensors
+        if is_known(tensor, part.storage.scheme)
+        for expert in (range(1) if part.stacked else range(num_experts))
+    }
+    return sorted(name for name in names if name.startswith(f"{module}.") and name not in known)
+
+
+def _nbytes(slices: tuple[slice, ...], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for part in slices:
+        count *= part.stop - part.start
+    return count
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,221 @@
+"""The tensors of every word of `moe_core.quant.STORAGES`, as data: where each lies and what it becomes."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from moe_core.quant import QuantScheme
+from moe_core.weights.codes import AWQ_PLACES
+
+#: What a stored tensor becomes.
+ROLES = (
+    "weight",  # the codes or floats
+    "scale",  # one per block
+    "zero_point",  # one per block
+    "global_scale",  # one per expert and half
+    "input_scale",  # one per expert
+    "bias",  # one per row
+    "zeros",  # one per block, must be zero: nothing reads it
+    "group_index",  # which group each input channel belongs to: must be its position's
+    "ignored",  # says nothing that is needed
+)
+
+
+@attrs.frozen(kw_only=True)
+class StoredTensor:
+    """One tensor of a projection.
+
+    Attributes:
+        role: One of `ROLES`.
+        suffixes: Its names after the projection's; the first that exists is read.
+        transposed: Stored as `[columns, rows]`.
+        packed: Axis along which one stored element may hold several values: `rows`, `columns` or none.
+        blocked: Packed as `[rows, columns / 32, 16 bytes]`.
+        unsigned: Codes with the zero in the middle; else two's complement, or fp4.
+        lowered: Every code is stored less one.
+        places: Where code i of a word lies, if not at i.
+        divides: Stored as a divisor.
+        dtypes: Allowed ones; none: those of the scheme.
+    """
+
+    role: str
+    suffixes: tuple[str, ...]
+    transposed: bool = False
+    packed: str = ""
+    blocked: bool = False
+    unsigned: bool = False
+    lowered: bool = False
+    places: tuple[int, ...] = ()
+    divides: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+_INT32 = (torch.int32,)
+_BYTES = (torch.uint8, torch.int8)
+
+_WEIGHT = StoredTensor(role="weight", suffixes=("weight",))
+#: Two 4-bit values to a byte where the scheme has such, else one value to an element.
+_PACKED_WEIGHT = StoredTensor(role="weight", suffixes=("weight",), packed="columns")
+_SCALE = StoredTensor(role="scale", suffixes=("weight_scale", "weight_scale_inv", "scale"))
+_INPUT = StoredTensor(role="input_scale", suffixes=("input_scale", "activation_scale"))
+_FP4 = StoredTensor(role="weight", suffixes=("weight_packed",), packed="columns", dtypes=_BYTES)
+_GROUPS = StoredTensor(role="group_index", suffixes=("g_idx", "weight_g_idx"), dtypes=(torch.int32, torch.int64))
+_SHAPE = StoredTensor(role="ignored", suffixes=("weight_shape",))
+_OFFSET = StoredTensor(role="zeros", suffixes=("weight_offset",))
+
+
+def _gptq(lowered: bool) -> tuple[StoredTensor, ...]:
+    return (
+        StoredTensor(
+            role="weight", suffixes=("qweight",), transposed=True, packed="columns", unsigned=True, dtypes=_INT32
+        ),
+        StoredTensor(role="scale", suffixes=("scales",), transposed=True),
+        StoredTensor(
+            role="zero_point",
+            suffixes=("qzeros",),
+            transposed=True,
+            packed="rows",
+            unsigned=True,
+            lowered=lowered,
+            dtypes=_INT32,
+        ),
+        _GROUPS,
+    )
+
+
+#: Word of `STORAGES` -> its tensors; a bias may come with each.
+TENSORS: dict[str, tuple[StoredTensor, ...]] = {
+    "plain": (_WEIGHT,),
+    "scaled": (
+        _WEIGHT,
+        _SCALE,
+        StoredTensor(role="zero_point", suffixes=("weight_zero_point",), dtypes=(torch.int8,)),
+        _INPUT,
+    ),
+    "packed_fp4": (_PACKED_WEIGHT, _SCALE),
+    "compressed_tensors_packed": (
+        StoredTensor(role="weight", suffixes=("weight_packed",), packed="columns", unsigned=True, dtypes=_INT32),
+        _SCALE,
+        StoredTensor(role="zero_point", suffixes=("weight_zero_point",), packed="rows", unsigned=True, dtypes=_INT32),
+        _GROUPS,
+        _SHAPE,
+    ),
+    "compressed_tensors_nvfp4": (
+        _FP4,
+        _SCALE,
+        StoredTensor(role="global_scale", suffixes=("weight_global_scale",), divides=True),
+        StoredTensor(role="input_scale", suffixes=("input_global_scale",), divides=True),
+    ),
+    "compressed_tensors_mxfp4": (_FP4, _SCALE),
+    "modelopt_nvfp4": (
+        attrs.evolve(_FP4, suffixes=("weight",)),
+        _SCALE,
+        StoredTensor(role="global_scale", suffixes=("weight_scale_2",)),
+        _INPUT,
+    ),
+    "gpt_oss_mxfp4": (
+        StoredTensor(role="weight", suffixes=("blocks",), packed="columns", blocked=True, dtypes=(torch.uint8,)),
+        StoredTensor(role="scale", suffixes=("scales",)),
+    ),
+    "gptq": _gptq(lowered=True),
+    "gptq_v2": _gptq(lowered=False),
+    "awq": (
+        StoredTensor(
+            role="weight",
+            suffixes=("qweight",),
+            transposed=True,
+            packed="rows",
+            unsigned=True,
+            places=AWQ_PLACES,
+            dtypes=_INT32,
+        ),
+        StoredTensor(role="scale", suffixes=("scales",), transposed=True),
+        StoredTensor(
+            role="zero_point",
+            suffixes=("qzeros",),
+            transposed=True,
+            packed="rows",
+            unsigned=True,
+            places=AWQ_PLACES,
+            dtypes=_INT32,
+        ),
+    ),
+    "modelslim_w8a8": (_WEIGHT, _SCALE, _OFFSET),
+    "modelslim_w4a8": (
+        StoredTensor(role="weight", suffixes=("weight",), packed="rows", dtypes=(torch.int8,)),
+        _SCALE,
+        _OFFSET,
+        StoredTensor(role="ignored", suffixes=("scale_bias",)),
+    ),
+    "modelslim_w4a4": (attrs.evolve(_WEIGHT, dtypes=(torch.int8,)), _SCALE, _OFFSET),
+}
+
+BIAS = StoredTensor(role="bias", suffixes=("bias",))
+
+#: Canonical tensors in memory, as one more storage: their names are `w13` and `w2` with these suffixes.
+CANONICAL = (
+    _PACKED_WEIGHT,
+    StoredTensor(role="scale", suffixes=("scale",)),
+    StoredTensor(role="zero_point", suffixes=("zero_point",), dtypes=(torch.int8,)),
+    StoredTensor(role="global_scale", suffixes=("global_scale",)),
+    StoredTensor(role="input_scale", suffixes=("input_scale",)),
+)
+
+_WEIGHT_DTYPES = {
+    "fp32": (torch.float32,),
+    "bf16": (torch.bfloat16,),
+    "fp16": (torch.float16,),
+    "fp8": (torch.float8_e4m3fn,),
+    "int8": (torch.int8,),
+    "int4": _BYTES,
+    "fp4": _BYTES,
+}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: A conversion between these is exact, or checked value by value.
+_SCALE_DTYPES = {
+    "fp32": (*_FLOATS, torch.float8_e8m0fnu),
+    "bf16": (torch.bfloat16,),
+    "e4m3": (torch.float8_e4m3fn,),
+    "e8m0": (torch.uint8, torch.float8_e8m0fnu, *_FLOATS),
+}
+
+
+def allowed_dtypes(tensor: StoredTensor, scheme: QuantScheme) -> tuple[torch.dtype, ...] | None:
+    """The dtypes that `tensor` may have; None for any."""
+    if tensor.dtypes:
+        return tensor.dtypes
+    if tensor.role == "weight":
+        return _WEIGHT_DTYPES[scheme.weight_dtype]
+    if tensor.role == "scale":
+        return _SCALE_DTYPES[scheme.weight_scale]
+    return _FLOATS if tensor.role in ("global_scale", "input_scale", "bias") else None
+
+
+def is_needed(tensor: StoredTensor, scheme: QuantScheme) -> bool:
+    """Whether the layer cannot do without it; what is not needed may be there, but see `is_known`."""
+    return {
+        "weight": True,
+        "bias": True,
+        "scale": scheme.is_quantized,
+        "zero_point": scheme.zero_point is True,
+        "global_scale": scheme.global_scale is True,
+        "input_scale": scheme.activation_scaling == "static",
+    }.get(tensor.role, False)
+
+
+def is_known(tensor: StoredTensor, scheme: QuantScheme) -> bool:
+    """Whether it may be there at all: a global scale that nobody multiplies would give wrong values."""
+    return tensor.role != "global_scale" or scheme.global_scale is True
+
+
+def bits_of(scheme: QuantScheme) -> int:
+    """Bits of one stored weight."""
+    return {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}.get(scheme.weight_dtype, 4)
+
+
+def values_per_index(tensor: StoredTensor, scheme: QuantScheme, dtype: torch.dtype) -> int:
+    """Values that one stored index of the packed axis stands for; 1 where nothing is packed."""
+    if tensor.blocked:
+        return 32
+    return max(1, dtype.itemsize * 8 // bits_of(scheme)) if tensor.packed else 1

@@ -1,0 +1,214 @@
+"""Checkpoints that keep all experts of a projection in one tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from stored_experts import WRITERS, Stored, save, values_of, wanted_share
+
+from moe_core import LayerRequest
+from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
+from moe_core.errors import WeightsError
+from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, WHOLE, QuantScheme, StoredLayer, StoredScheme
+from moe_core.weights.bands import StoredLayout
+from moe_core.weights.checkpoint import Checkpoint
+from moe_core.weights.expected import check_weights
+from moe_core.weights.loading import cut, load_experts
+
+MODULE = "model.layers.0.mlp.experts"
+TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
+CHANNEL = attrs.evolve(FP8_BLOCK128, weight_block=(1, WHOLE))
+TENSOR = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE), activation_scaling="static", activation_group=0)
+INTERLEAVED = attrs.evolve(SWIGLU_OAI, row_order="interleaved")
+
+SPELLINGS: dict[str, Any] = {
+    "dotted": lambda base, suffix: f"{base}.{suffix}",
+    "joined": lambda base, suffix: f"{base}_{suffix}",
+    "bare": lambda base, suffix: base if suffix == "weight" else f"{base}_{suffix.removeprefix('weight_')}",
+}
+
+
+def make_request(
+    scheme: QuantScheme, inner: int, tp_size: int = 1, activation: ActivationSpec = SWIGLU
+) -> LayerRequest:
+    return LayerRequest(
+        num_experts=3,
+        top_k=2,
+        hidden_size=64,
+        intermediate_size=inner,
+        quant=scheme,
+        tp_size=tp_size,
+        activation=activation,
+    )
+
+
+def layer_of(request: LayerRequest, storage: str) -> StoredLayer:
+    return StoredLayer(StoredScheme(request.quant.w13, storage), StoredScheme(request.quant.w2, storage))
+
+
+def write_stacked(
+    folder: Path,
+    request: LayerRequest,
+    storage: str,
+    *,
+    order: str = "gate_up",
+    in_out: bool = False,
+    apart: bool = False,
+    spelling: str = "bare",
+) -> Stored:
+    """Matrices of 2I rows as the order says, all experts in one tensor."""
+    g = torch.Generator().manual_seed(3)
+    inner, hidden, name = request.intermediate_size, request.hidden_size, SPELLINGS[spelling]
+    tensors: dict[str, list[torch.Tensor]] = {}
+    values: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
+    for _ in range(request.num_experts):
+        if apart:
+            halves = [WRITERS[storage](g, inner, hidden, request.quant.w13) for _ in range(2)]
+            both = {s: torch.cat([half.tensors[s] for half in halves]) for s in halves[0].tensors}
+            matrix = torch.cat([half.values for half in halves])
+        else:
+            written = WRITERS[storage](g, 2 * inner, hidden, request.quant.w13)
+            both, matrix = written.tensors, written.values
+        down = WRITERS[storage](g, hidden, inner, request.quant.w2)
+        first, second = (matrix[0::2], matrix[1::2]) if order == "interleaved" else matrix.chunk(2)
+        gate, up = (second, first) if order == "up_gate" else (first, second)
+        for word, value in (("gate", gate), ("up", up), ("down", down.values)):
+            values[word].append(value)
+        for base, part in (("gate_up_proj", both), ("down_proj", down.tensors)):
+            for suffix, tensor in part.items():
+                stored = tensor.mT if in_out and tensor.dim() == 2 else tensor
+                tensors.setdefault(name(f"{MODULE}.{base}", suffix), []).append(stored)
+    stacked = {name: torch.stack(parts) for name, parts in tensors.items()}
+    save(folder, stacked)
+    return Stored(folder, stacked, *(torch.stack(values[word]) for word in ("gate", "up", "down")), ([], []))
+
+
+def check_ranks(folder: Path, request: LayerRequest, storage: str, stored: Stored, layout: StoredLayout) -> None:
+    for rank in range(request.tp_size):
+        with Checkpoint(folder) as checkpoint:
+            weights = load_experts(checkpoint, MODULE, request, layer_of(request, storage), tp_rank=rank, layout=layout)
+        if request.activation.kind != "module":
+            check_weights(weights, request, request.num_experts)
+        wanted = wanted_share(stored, request, (0, 1, 2), rank)
+        if request.activation.row_order == "interleaved":
+            # The layer keeps its rows as they are.
+            pairs = torch.stack(wanted[0].chunk(2, dim=1), dim=2).flatten(1, 2)
+            wanted = (pairs, wanted[1])
+        for name, values in zip(("w13", "w2"), wanted, strict=True):
+            torch.testing.assert_close(values_of(weights.tensors, request, name), values, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("in_out", [False, True])
+@pytest.mark.parametrize(
+    ("storage", "scheme"),
+    [("plain", BF16), ("scaled", CHANNEL), ("packed_fp4", MXFP4_W4A16), ("scaled", TENSOR)],
+    ids=["bf16", "channel", "fp4", "tensor"],
+)
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_orders_and_orientations(
+    storage: str, scheme: QuantScheme, order: str, in_out: bool, tp_size: int, tmp_path: Path
+) -> None:
+    request = make_request(scheme, 40, tp_size)
+    stored = write_stacked(tmp_path, request, storage, order=order, in_out=in_out)
+    layout = StoredLayout(rows=order, orientation="in_out" if in_out else "out_in")
+    check_ranks(tmp_path, request, storage, stored, layout)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_of_stacked_tensors(spelling: str, tmp_path: Path) -> None:
+    request = make_request(attrs.evolve(NVFP4, activation_dtype="same", activation_scaling="none"), 32)
+    stored = write_stacked(tmp_path, request, "modelopt_nvfp4", spelling=spelling)
+    check_ranks(tmp_path, request, "modelopt_nvfp4", stored, StoredLayout())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("activation", [SWIGLU_OAI, INTERLEAVED], ids=["sorted", "kept"])
+def test_gpt_oss(tp_size: int, activation: ActivationSpec, tmp_path: Path) -> None:
+    request = make_request(MXFP4_W4A16, 96, tp_size, activation)
+    stored = write_stacked(tmp_path, request, "gpt_oss_mxfp4", order="interleaved")
+    check_ranks(tmp_path, request, "gpt_oss_mxfp4", stored, StoredLayout(rows="interleaved"))
+
+
+@pytest.mark.parametrize("inner", [48, 64, 80])
+@pytest.mark.parametrize("tiling", ["through", "apart"])
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("in_out", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_tiles_of_both_halves(inner: int, tiling: str, order: str, in_out: bool, tp_size: int, tmp_path: Path) -> None:
+    request = make_request(TILES, inner, tp_size)
+    stored = write_stacked(tmp_path, request, "scaled", order=order, in_out=in_out, apart=tiling == "apart")
+    layout = StoredLayout(rows=order, orientation="in_out" if in_out else "out_in", tiling=tiling)
+    check_ranks(tmp_path, request, "scaled", stored, layout)
+
+
+def test_a_layer_without_gate(tmp_path: Path) -> None:
+    request = make_request(TILES, 48, 2, RELU2)
+    g = torch.Generator().manual_seed(5)
+    up = [WRITERS["scaled"](g, 48, 64, TILES) for _ in range(3)]
+    down = [WRITERS["scaled"](g, 64, 48, TILES) for _ in range(3)]
+    name = SPELLINGS["bare"]
+    save(
+        tmp_path,
+        {
+            name(f"{MODULE}.{base}", suffix): torch.stack([part.tensors[suffix] for part in parts])
+            for base, parts in (("up_proj", up), ("down_proj", down))
+            for suffix in parts[0].tensors
+        },
+    )
+    for rank in range(2):
+        with Checkpoint(tmp_path) as checkpoint:
+            tensors = load_experts(checkpoint, MODULE, request, layer_of(request, "scaled"), tp_rank=rank).tensors
+        rows = slice(24 * rank, 24 * rank + 24)
+        wanted = torch.stack([part.values[rows] for part in up]), torch.stack([part.values[:, rows] for part in down])
+        for projection, values in zip(("w13", "w2"), wanted, strict=True):
+            torch.testing.assert_close(values_of(tensors, request, projection), values, rtol=1e-14, atol=0)
+
+
+def test_tiles_of_canonical_tensors_are_repeated_into_smaller_ones(tmp_path: Path) -> None:
+    request = make_request(TILES, 48)
+    stored = write_stacked(tmp_path, request, "scaled")
+    full = {
+        "w13": stored.tensors[f"{MODULE}.gate_up_proj"],
+        "w13_scale": stored.tensors[f"{MODULE}.gate_up_proj_scale_inv"],
+        "w2": stored.tensors[f"{MODULE}.down_proj"],
+        "w2_scale": stored.tensors[f"{MODULE}.down_proj_scale_inv"],
+    }
+    assert full["w13_scale"].shape == (3, 3, 2)
+    tensors = cut(full, request, tiling="through")
+    assert tensors["w13_scale"].shape == (3, 6, 2)
+    wanted = wanted_share(stored, request, (0, 1, 2), 0)
+    torch.testing.assert_close(values_of(tensors, request, "w13"), wanted[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.error_path
+def test_tiling_is_never_guessed(tmp_path: Path) -> None:
+    request = make_request(TILES, 48)
+    write_stacked(tmp_path, request, "scaled")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="tiles of 32 rows do not fit 48 gate"):
+        load_experts(checkpoint, MODULE, request, layer_of(request, "scaled"))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("layout", "activation", "match"),
+    [
+        (
+            StoredLayout(rows="interleaved"),
+            SWIGLU,
+            "blocks of 32 do not fit tiles of 32 from position 0 on in steps of 2",
+        ),
+        (StoredLayout(rows="gate_up"), INTERLEAVED, "keeps gate and up rows alternating, so that tiles of 32 rows"),
+    ],
+)
+def test_tiles_that_would_need_two_scales(
+    layout: StoredLayout, activation: ActivationSpec, match: str, tmp_path: Path
+) -> None:
+    request = make_request(TILES, 64, activation=activation)
+    write_stacked(tmp_path, request, "scaled")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=match):
+        load_experts(checkpoint, MODULE, request, layer_of(request, "scaled"), layout=layout)
