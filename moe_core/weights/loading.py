@@ -10,6 +10,7 @@ import torch
 
 from moe_core.errors import SpecError, WeightsError
 from moe_core.payloads import RawWeights, Tensor
+from moe_core.placement import ExpertPlacement
 from moe_core.quant import QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
 from moe_core.weights.bands import StoredLayout, part_shape
@@ -92,7 +93,7 @@ def cut(
     count = tensors["w13"].shape[0] if "w13" in tensors else 0
     known = {part.find(frozenset(tensors), tensor, 0) for part in parts for tensor in part.tensors}
     problems = [f"{name}: unknown" for name in sorted(set(tensors) - known)]
-    every = attrs.evolve(request, num_experts=max(count, request.top_k), ep_size=1)
+    every = attrs.evolve(request, num_experts=max(count, request.top_k), ep_size=1, placement=ExpertPlacement())
     layout = StoredLayout(tiling=tiling)
     device = next(iter(tensors.values())).device if tensors else "cpu"
     return _load(

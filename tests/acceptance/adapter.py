@@ -12,17 +12,28 @@ import torch
 # The cases may be run as a script, without the test runner's path; ranks are processes and inherit this.
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from case_lib import Lib, NotOffered
+from case_lib import Lib
+from checkpoints import canonical_tensors, scheme
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
 from ranks import RankError, run_on_ranks
 
-from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights, Workload, make_plan, routing
+from moe_core import (
+    BackendManager,
+    ExpertGroup,
+    ExpertPlacement,
+    LayerRequest,
+    MoELayer,
+    RawWeights,
+    Workload,
+    make_plan,
+    routing,
+)
 from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
-from moe_core.quant import FP8_BLOCK128, MXFP4_W4A16, NVFP4, NVFP4_W4A16, W8A8_INT8, QuantScheme
-from moe_core.weights.canonical import canonical_weights
+from moe_core.quant import QuantScheme
+from moe_core.weights.loading import cut
 
 DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
 ACTIVATIONS = {
@@ -34,8 +45,6 @@ ACTIVATIONS = {
     "swiglu_step": ActivationSpec(limit=7.0, clamp="after"),
     **{kind: ActivationSpec(kind=kind, gated=False) for kind in ("relu2", "gelu", "gelu_tanh", "silu", "relu")},
 }
-#: What a spec may say that this version does not offer yet.
-NOT_OFFERED = ("tp", "eplb", "shared")
 
 
 def _activation(spec: dict[str, Any]) -> ActivationSpec:
@@ -52,53 +61,8 @@ def _fields(activation: ActivationSpec) -> dict[str, Any]:
     return {name: getattr(activation, name) for name in ("kind", "gated", "alpha", "limit", "beta", "clamp")}
 
 
-def _scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
-    if ckpt["fmt"] == "plain":
-        return QuantScheme.from_name(dtype)
-    if ckpt["fmt"] == "int8" and ckpt["group"] is None and ckpt.get("act_bits", 8) == 8:
-        return W8A8_INT8
-    if ckpt["fmt"] == "mxfp4" and ckpt["nibbles"] == "low_first":
-        return MXFP4_W4A16
-    if (
-        ckpt["fmt"] == "fp8_block"
-        and tuple(ckpt["block"]) == (128, 128)
-        and not (ckpt.get("ue8m0") or ckpt.get("halves"))
-    ):
-        return FP8_BLOCK128
-    if ckpt["fmt"] in ("nvfp4_modelopt", "nvfp4_ct"):
-        return NVFP4_W4A16 if ckpt.get("weight_only") else NVFP4
-    raise NotOffered
-
-
-#: Names of the NVFP4 scales as checkpoints have them -> canonical name.
-_NVFP4_NAMES = {
-    "w13_scale_2": "w13_global_scale",
-    "w2_scale_2": "w2_global_scale",
-    "w13_global": "w13_global_scale",
-    "w2_global": "w2_global_scale",
-    "in13_global": "w13_input_scale",
-    "in2_global": "w2_input_scale",
-}
-
-
-def _nvfp4_tensors(ckpt: dict[str, Any], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Canonical names, block scales as e4m3, divisors of compressed-tensors as multipliers."""
-    named = {}
-    for name, tensor in stored.items():
-        canonical = _NVFP4_NAMES.get(name, name)
-        is_divisor = ckpt["fmt"] == "nvfp4_ct" and name.endswith("_global")
-        value = 1.0 / tensor.float() if is_divisor else tensor
-        is_block_scale = canonical in ("w13_scale", "w2_scale")
-        named[canonical] = value.view(torch.float8_e4m3fn) if is_block_scale else value
-    if ckpt.get("weight_only"):
-        named = {name: tensor for name, tensor in named.items() if not name.endswith("_input_scale")}
-    return named
-
-
 def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
     """The request of a case's spec."""
-    if any(spec.get(name) for name in NOT_OFFERED):
-        raise NotOffered
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
     limit = spec.get("max_dispatch_tokens_per_rank")
     return LayerRequest(
@@ -108,13 +72,22 @@ def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
         intermediate_size=_intermediate_size(spec),
         activation=_activation(spec),
         dtype=name,
-        quant=_scheme(spec["ckpt"], name),
+        quant=scheme(spec["ckpt"], name),
         bias=spec["ckpt"].get("b13") is not None,
         weight_on_input=spec.get("weight_on_input", False),
         deterministic=spec.get("deterministic", False),
         workloads=[Workload(max_tokens=limit)],
+        placement=_placement(spec.get("eplb")),
+        tp_size=spec.get("tp", 1),
         **more,
     )
+
+
+def _placement(eplb: dict[str, Any] | None) -> ExpertPlacement:
+    """Routed experts may have copies; the always-on ones follow them, once each."""
+    if eplb is None:
+        return ExpertPlacement()
+    return ExpertPlacement("map", [*eplb["phys_to_log"], *eplb.get("shared", ())])
 
 
 def _intermediate_size(spec: dict[str, Any]) -> int:
@@ -123,50 +96,36 @@ def _intermediate_size(spec: dict[str, Any]) -> int:
     return rows // 2 if gated else rows
 
 
-def make_weights(spec: dict[str, Any], ckpt: dict[str, Any], experts: tuple[int, ...] | None = None) -> RawWeights:
-    """Canonical weights of some experts of a case's checkpoint (all of them by default)."""
-    _, dtype = DTYPES[spec.get("dtype", "bfloat16")]
-    stored = {name: tensor for name, tensor in ckpt.items() if isinstance(tensor, torch.Tensor)}
-    if ckpt["fmt"] == "plain":
-        stored = {name: tensor.to(dtype) for name, tensor in stored.items()}
-    elif ckpt["fmt"] == "int8":
-        # One scale per output channel comes as [E, rows, 1].
-        stored = {n: t.squeeze(-1) if n.endswith("_scale") else t for n, t in stored.items()}
-    elif ckpt["fmt"] == "fp8_block":
-        stored = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
-        stored = {n: t if n.endswith("_scale") else t.view(torch.float8_e4m3fn) for n, t in stored.items()}
-    elif ckpt["fmt"].startswith("nvfp4"):
-        stored = _nvfp4_tensors(ckpt, stored)
-    gated = ACTIVATIONS[spec["activation"]].gated
-    tensors = canonical_weights(stored, layout=ckpt["layout"], orientation=ckpt["orientation"], gated=gated)
-    if ckpt["fmt"] == "fp8_block":
-        tensors["w13_scale"] = _cut_tile_rows(tensors["w13_scale"], make_request(spec), tensors["w13"].shape[1])
-    return RawWeights(tensors={n: t if experts is None else t[list(experts)] for n, t in tensors.items()})
-
-
-def _cut_tile_rows(scale: torch.Tensor, request: LayerRequest, num_rows: int) -> torch.Tensor:
-    """The scale of every tile that ends where the gate ends, from those of the checkpoint's tiles."""
-    tile, cut = request.quant.w13.weight_block[0], request.local_quant.w13.weight_block[0]
-    return scale[:, torch.arange(0, num_rows, cut) // tile]
+def make_weights(
+    spec: dict[str, Any], ckpt: dict[str, Any], request: LayerRequest, rank: int, tp_rank: int
+) -> RawWeights:
+    """One rank's share of a case's checkpoint, which may hold this rank's experts only."""
+    tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
+    owned = list(request.local_experts(rank))
+    if len(tensors["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
+        tensors = {name: tensor[owned] for name, tensor in tensors.items()}
+    share = cut(tensors, request, tp_rank, tiling="apart" if ckpt.get("halves") else "through")
+    return RawWeights(tensors=share, handed_over=True)
 
 
 class BuiltLayer:
-    """One layer with float64 inputs, as the cases give them."""
+    """One rank's layer with float64 inputs, as the cases give them."""
 
-    def __init__(self, spec: dict[str, Any], group: ExpertGroup | None = None, **more: Any) -> None:
-        self.spec = spec
-        self.dtype = DTYPES[spec.get("dtype", "bfloat16")][1]
+    def __init__(
+        self, spec: dict[str, Any], group: ExpertGroup | None = None, tp_rank: int = 0, device: str = "cpu", **more: Any
+    ) -> None:
+        self._spec, self._tp_rank, self._rank, self._device = spec, tp_rank, group.rank if group else 0, device
+        self._dtype = DTYPES[spec.get("dtype", "bfloat16")][1]
         manager = torch_manager()
-        environment = probe_environment(manager.modules_required(), "cpu")
+        environment = probe_environment(manager.modules_required(), device)
         self.layer = MoELayer(make_request(spec, **more), environment=environment, manager=manager, group=group)
         self.reload(spec["ckpt"])
 
     def reload(self, ckpt: dict[str, Any]) -> None:
         """Load a checkpoint, the first time or again."""
-        owned = self.layer.local_experts
-        num_stored = ckpt["w13"].shape[0]
-        everything = len(owned) == self.spec["num_experts"] or num_stored != self.spec["num_experts"]
-        self.layer.load_weights(make_weights(self.spec, ckpt, None if everything else owned))
+        weights = make_weights(self._spec, ckpt, self.layer.request, self._rank, self._tp_rank)
+        weights.tensors = {name: tensor.to(self._device) for name, tensor in weights.tensors.items()}
+        self.layer.load_weights(weights)
 
     def parameters(self) -> list[torch.Tensor]:
         """The prepared weights."""
@@ -174,7 +133,8 @@ class BuiltLayer:
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
         """Cast the inputs to the layer's dtype and run."""
-        return self.layer(x.to(self.dtype), ids, wts.float())
+        device = self._device
+        return self.layer(x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32))
 
 
 class Registry:
@@ -215,16 +175,33 @@ class MoECore(Lib):
     """The adapter."""
 
     name = "moe-core"
+    device = "cpu"
     deterministic = True
     reference_runner = "torch"
     restricted_runners = tuple(RESTRICTED_RUNNERS)
     runners = ("torch", *RESTRICTED_RUNNERS)
 
     def run(self, **spec: Any) -> torch.Tensor:
-        return BuiltLayer(spec).forward(spec["x"], spec["ids"], spec["wts"])
+        tp_size = spec.get("tp", 1)
+        parts = [
+            BuiltLayer(spec, tp_rank=rank, device=self.device).forward(spec["x"], spec["ids"], spec["wts"])
+            for rank in range(tp_size)
+        ]
+        shared = spec.get("shared")
+        if shared:
+            parts.append(self._always_on(spec, shared))
+        return parts[0] if len(parts) == 1 else sum(part.double() for part in parts)
+
+    def _always_on(self, spec: dict[str, Any], shared: dict[str, Any]) -> torch.Tensor:
+        """The expert that every token uses with weight 1, as a layer of its own."""
+        ones = torch.ones(len(spec["x"]), 1)
+        plain = {"fmt": "plain", "layout": "gate_up", "orientation": "out_in", **shared}
+        names = ("x", "activation", "dtype", "alpha", "limit")
+        alone = {name: spec[name] for name in names if name in spec}
+        return self.run(**alone, ids=ones.long() - 1, wts=ones, num_experts=len(shared["w13"]), ckpt=plain)
 
     def build(self, **spec: Any) -> BuiltLayer:
-        return BuiltLayer(spec)
+        return BuiltLayer(spec, device=self.device)
 
     def run_ranks(self, per_rank: list[dict[str, torch.Tensor]], ep: int, **spec: Any) -> list[torch.Tensor]:
         outputs = run_on_ranks(_rank_output, [(spec, inputs) for inputs in per_rank])
@@ -288,3 +265,10 @@ class MoECore(Lib):
 
     def make_plugin(self, kind: str) -> types.ModuleType:
         return make_plugin_module(kind)
+
+
+class MoECoreOnCuda(MoECore):
+    """The same on a CUDA device, where equal calls of some kernels differ in the last bits."""
+
+    device = "cuda"
+    deterministic = False
