@@ -7,7 +7,7 @@ guess: a request with the wrong activation resolves well and computes fluent non
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import attrs
 
 from moe_core.activation import SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.model_layers import draft_modules, experts_module, model_type, moe_layers
+from moe_core.quant import LayerQuant, QuantScheme, read_layer
 from moe_core.request import LayerRequest
 
 #: Names of one size, first present wins. `intermediate_size` is the experts' only where no name of its own exists.
@@ -72,22 +73,36 @@ class LayerGroup:
     request: LayerRequest
 
 
+#: Files that tell the quantization where `config.json` does not, and what their content is then called.
+QUANT_FILES = {"hf_quant_config.json": "modelopt", "quant_model_description.json": "modelslim"}
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The content of a `config.json`, given itself or by the folder it lies in.
+
+    Of a folder, the first of `QUANT_FILES` is read too, and becomes `quantization_config` where the model has none.
 
     Raises:
         SpecError: No such file, or not a JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise SpecError(f"no model at {path}: expected a folder with a config.json, or such a file")
+    config = _json_object(file)
+    beside = next((name for name in QUANT_FILES if path.is_dir() and (path / name).exists()), None)
+    if beside and not _quantization(config):
+        config["quantization_config"] = {"quant_method": QUANT_FILES[beside], **_json_object(path / beside)}
+    return config
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SpecError(f"no model at {path}: expected a folder with a config.json, or such a file") from error
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"model configuration {file}: not readable as JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise SpecError(f"model configuration {file}: expected a JSON object, got {type(config).__name__}")
-    return config
+    if not isinstance(content, dict):
+        raise SpecError(f"model configuration {file}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
 def layer_groups(
@@ -105,22 +120,48 @@ def layer_groups(
         UnknownNameError: An activation or dtype that this project does not know.
     """
     text = _text_part(config)
-    dtype = dtype or _dtype(config, text)
-    groups: dict[LayerRequest, list[int]] = {}
-    for layer in _moe_layers(text):
-        hf = text.get("quantization_config") or config.get("quantization_config")
-        fields: dict[str, Any] = {name: _size(text, name, layer) for name in SIZE_NAMES}
-        fields |= _TRAITS.get(_model_type(text), {})
-        fields["quant"] = quant or QuantScheme.from_hf(hf, f"model.layers.{layer}.mlp.experts", dtype)
-        request = LayerRequest(activation=_activation(text), dtype=dtype, **fields)
-        groups.setdefault(request, []).append(layer)
+    groups = _groups(config, {layer: experts_module(text, layer) for layer in moe_layers(text)}, dtype, quant)
     if not groups:
-        raise SpecError(f"model type {_model_type(text)!r}: its configuration makes every layer dense")
+        raise SpecError(f"model type {model_type(text)!r}: its configuration makes every layer dense")
+    return groups
+
+
+def draft_layer_groups(
+    config: Mapping[str, Any], *, dtype: str | None = None, quant: QuantScheme | LayerQuant | None = None
+) -> tuple[LayerGroup, ...]:
+    """The draft layers (multi-token prediction) of a model as `layer_groups`; empty without any.
+
+    Their indices go on after the model's layers. Their scheme is their own: an unquantized draft layer beside
+    quantized layers is an ordinary request.
+    """
+    modules = draft_modules(_text_part(config))
+    return _groups(config, modules, dtype, quant) if modules else ()
+
+
+def _groups(
+    config: Mapping[str, Any], modules: Mapping[int, str], dtype: str | None, quant: QuantScheme | LayerQuant | None
+) -> tuple[LayerGroup, ...]:
+    text = _text_part(config)
+    dtype = dtype or _dtype(config, text)
+    activation = _activation(text)
+    groups: dict[LayerRequest, list[int]] = {}
+    for layer, module in modules.items():
+        fields: dict[str, Any] = {name: _size(text, name, layer) for name in SIZE_NAMES}
+        fields |= _TRAITS.get(model_type(text), {})
+        fields["quant"] = quant or read_layer(_quantization(config), module, dtype, gated=activation.gated).quant
+        request = LayerRequest(activation=activation, dtype=dtype, **fields)
+        groups.setdefault(request, []).append(layer)
     return tuple(LayerGroup(layers=tuple(layers), request=request) for request, layers in groups.items())
 
 
-def _model_type(text: Mapping[str, Any]) -> str:
-    return str(text.get("model_type", "?"))
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization of the text part, or of the whole; the expert dtype that some say beside it belongs to it."""
+    text = _text_part(config)
+    found = (part.get(name) for part in (text, config) for name in ("quantization_config", "compression_config"))
+    quantization: Mapping[str, Any] | None = next(filter(None, found), None)
+    if quantization and quantization.get("quant_method") == "fp8" and text.get("expert_dtype") is not None:
+        return {"expert_dtype": text["expert_dtype"], **quantization}
+    return quantization
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +184,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
     present = {name: text[name] for name in SIZE_NAMES[size] if text.get(name) is not None}
-    where = f"model type {_model_type(text)!r}, {size}"
+    where = f"model type {model_type(text)!r}, {size}"
     if not present:
         raise SpecError(f"{where}: none of {', '.join(SIZE_NAMES[size])} is in the configuration; is it an MoE model?")
     if size == "num_experts" and len(set(map(str, present.values()))) > 1:
@@ -159,7 +200,7 @@ def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
 
 
 def _activation(text: Mapping[str, Any]) -> ActivationSpec:
-    family = _model_type(text)
+    family = model_type(text)
     if family in _GATE_NOT_READ:
         raise SpecError(f"model type {family!r}: its gate cannot be read from the configuration; give sizes by hand")
     if family in _CLAMPED_OAI:
@@ -176,58 +217,3 @@ def _activation(text: Mapping[str, Any]) -> ActivationSpec:
     if clamp and (family not in _CLAMPED_SILU or set(clamp) != {"swiglu_limit"}):
         raise SpecError(f"model type {family!r}: it is not known what {', '.join(clamp)} mean here")
     return ActivationSpec(kind=_KINDS[name], gated=family not in _NOT_GATED, limit=clamp.get("swiglu_limit"))
-
-
-def _moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
-    """Indices of the layers with experts: those that a list names, else all that the rules let pass."""
-    if isinstance(text.get("moe_layers"), list):
-        return tuple(text["moe_layers"])
-    for name, words in _KIND_PER_LAYER.items():
-        kinds = text.get(name) or ()
-        # Hybrid models whose experts follow another rule list their attention kinds under the same name.
-        if kinds and ("dense" in kinds or not words.isdisjoint(kinds)):
-            return [layer for layer, kind in enumerate(kinds) if kind in words]
-    count = text.get("num_hidden_layers")
-    where = f"model type {_model_type(text)!r}"
-    if not isinstance(count, int) or count < 1:
-        raise SpecError(f"{where}: num_hidden_layers is {count!r}, expected a number of layers")
-    rules = {name: rule for name, rule in _LAYER_RULES.items() if text.get(name) is not None}
-    try:
-        return [layer for layer in range(count) if all(rule(text, layer, count) for rule in rules.values())]
-    except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        values = {name: text[name] for name in rules}
-        raise SpecError(f"{where}: which layers have experts is not understood from {values} ({error})") from error
-
-
-#: Configuration key that gives each layer a word -> the words of layers with experts.
-_KIND_PER_LAYER = {
-    "mlp_layer_types": {"sparse", "moe", "hash_moe"},
-    "layers_block_type": {"moe"},
-    "hybrid_override_pattern": {"E"},
-}
-
-
-def _by_frequency(text: Mapping[str, Any], layer: int, count: int) -> bool:
-    frequency = text["moe_layer_freq"]
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
-
-
-def _up_to_end(text: Mapping[str, Any], layer: int, count: int) -> bool:
-    return layer <= int(text["moe_layer_end_index"]) % count
-
-
-#: Configuration key -> whether that key lets a layer have experts; a layer must pass every key that is present.
-_LAYER_RULES: dict[str, Callable[[Mapping[str, Any], int, int], bool]] = {
-    "first_k_dense_replace": lambda text, layer, _: layer >= text["first_k_dense_replace"],
-    "num_dense_layers": lambda text, layer, _: layer >= text["num_dense_layers"],
-    "mlp_only_layers": lambda text, layer, _: layer not in text["mlp_only_layers"],
-    "decoder_sparse_step": lambda text, layer, _: (layer + 1) % text["decoder_sparse_step"] == 0,
-    "moe_layer_freq": _by_frequency,
-    "interleave_moe_layer_step": lambda text, layer, _: (layer + 1) % text["interleave_moe_layer_step"] == 0,
-    "expert_layer_period": lambda text, layer, _: (
-        layer % text["expert_layer_period"] == text.get("expert_layer_offset", 0)
-    ),
-    "moe_layer_start_index": lambda text, layer, _: layer >= text["moe_layer_start_index"],
-    "moe_layer_end_index": _up_to_end,
-    "moe_layer_interval": lambda text, layer, _: (layer + 1) % text["moe_layer_interval"] == 0,
-}

@@ -77,7 +77,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
 
 
 def _real_rows(groups: Groups, num_rows: int) -> Tensor:
-    """bool `[R]`: which rows belong to a token; of the others not even the size may be looked at."""
+    """Bool `[R]`: which rows belong to a token; of the others not even the size may be looked at."""
     ends = groups.group_ends
     row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, row, right=True)

@@ -162,3 +162,27 @@ def test_groups_of_a_model(call, tmp_path):
     assert "8 experts, top-2, H 64, I 32, fp32" in _words(out)
     code, out, _ = call(*ON_CPU, "--model", str(tmp_path / "config.json"), "--dtype", "bf16", "--json")
     assert json.loads(out)["groups"][0]["layers"] == [0, 2, 3]
+
+
+def test_layers_of_a_model_with_different_schemes(call, tmp_path):
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.experts"],
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = call(*ON_CPU, "--model", str(tmp_path))
+    assert code == 0
+    first, second = _words(out).split("plan of layer 1")
+    assert "plan of layers 0, 2" in first
+    assert ("weights fp8_block128" in first, "weights bf16" in second) == (True, True)

@@ -1,21 +1,96 @@
-"""The `quantization_config` of Hugging Face checkpoints, one module per ecosystem."""
+"""The quantization configurations of Hugging Face checkpoints, one module per ecosystem.
+
+A reader answers for one `Weight`; this file finds the reader and puts the answers together. What a reader does not
+understand is an error: a scheme that is nearly right computes fluent nonsense.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core.errors import SpecError
-from moe_core.quant.scheme import QuantScheme
-from moe_core.quant.stored import StoredScheme
+from moe_core.quant.hf.compressed_tensors import read_compressed_tensors
+from moe_core.quant.hf.fp8 import read_fp8, read_mxfp8
+from moe_core.quant.hf.int4 import read_awq, read_gptq
+from moe_core.quant.hf.modelopt import read_modelopt
+from moe_core.quant.hf.modelslim import is_description, read_modelslim
+from moe_core.quant.hf.mxfp4 import read_mxfp4
+from moe_core.quant.hf.weight import Weight, halves_of
+from moe_core.quant.stored import StoredLayer, StoredScheme
+
+Reader = Callable[[Mapping[str, Any], Weight], StoredScheme]
+
+#: `quant_method` -> who reads it.
+READERS: dict[str, Reader] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "modelopt_fp8": read_modelopt,
+    "modelopt_mixed": read_modelopt,
+    "modelslim": read_modelslim,
+    "mxfp4": read_mxfp4,
+    "mxfp8": read_mxfp8,
+}
+
+
+def read_layer(
+    config: Mapping[str, Any] | None, experts_module: str, dtype: str = "bf16", *, gated: bool = True
+) -> StoredLayer:
+    """What both projections of an experts module are stored as.
+
+    Args:
+        config: The `quantization_config` of `config.json`, the content of `hf_quant_config.json` or of
+            `quant_model_description.json`, or None.
+        experts_module: Dotted name of the experts module, as the checkpoint's tensors have it.
+        dtype: Layer dtype, which unquantized weights have.
+        gated: Whether `w13` has a gate.
+
+    Raises:
+        SpecError: As `QuantScheme.from_hf`, or gate and up differ, which share one GEMM.
+    """
+    if halves_of(experts_module)[0] != experts_module:
+        raise SpecError(f"read_layer: {experts_module!r} is a projection, expected the experts module above it")
+    w13 = ("gate", "up") if gated else ("up",)
+    return StoredLayer(_agreed(config, experts_module, w13, dtype), _agreed(config, experts_module, ("down",), dtype))
 
 
 def read_scheme(config: Mapping[str, Any] | None, module_name: str, dtype: str) -> StoredScheme:
-    """What one module of a checkpoint is stored as; arguments and errors as `QuantScheme.from_hf`."""
+    """What one projection is stored as, or a module whose projections are alike; else as `QuantScheme.from_hf`."""
+    experts, halves = halves_of(module_name)
+    return _agreed(config, experts, halves, dtype)
+
+
+def _agreed(config: Mapping[str, Any] | None, experts: str, halves: tuple[str, ...], dtype: str) -> StoredScheme:
+    weights = [Weight(experts, half, dtype) for half in halves]
+    found = {str(weight): _read(config, weight) for weight in weights}
+    first = found[str(weights[0])]
+    if any(stored != first for stored in found.values()):
+        listed = ", ".join(f"{name} is {stored.scheme} as {stored.storage}" for name, stored in found.items())
+        raise SpecError(
+            f"quantization_config: {listed}; gate and up share one scheme, ask for w13 and w2 one by one (read_layer), "
+            "and for a layer without gate with gated=False"
+        )
+    return first
+
+
+def _read(config: Mapping[str, Any] | None, weight: Weight) -> StoredScheme:
     if not config:
-        return StoredScheme(QuantScheme.from_name(dtype))
-    method = config.get("quant_method", "?")
-    raise SpecError(
-        f"quantization_config of {module_name or 'the model'}: quant_method {method!r} is not read by this "
-        "version; unquantized checkpoints are. Give the scheme as a value (QuantScheme) instead."
-    )
+        return weight.unquantized()
+    method = str(config.get("quant_method") or _method_by_content(config))
+    if method not in READERS:
+        raise weight.error(
+            f"quant_method {method!r} is not read; known: {', '.join(READERS)}. "
+            "Give the scheme as a value (QuantScheme) instead"
+        )
+    return READERS[method](config, weight)
+
+
+def _method_by_content(config: Mapping[str, Any]) -> str | None:
+    """The method of a file that has another place than `config.json` and so does not name it."""
+    if "quant_algo" in config or isinstance(config.get("quantization"), Mapping):
+        return "modelopt"
+    return "modelslim" if is_description(config) else None

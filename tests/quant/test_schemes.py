@@ -5,10 +5,27 @@ from typing import Any
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_core import quant
 from moe_core.errors import SpecError
-from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, WHOLE, LayerQuant, QuantScheme
+from moe_core.quant import (
+    ACTIVATION_DTYPES,
+    ACTIVATION_SCALING,
+    BF16,
+    FP8_BLOCK128,
+    NVFP4,
+    SCALE_DTYPES,
+    SCHEMES,
+    W4A4_INT4,
+    W8A8_INT8,
+    WEIGHT_DTYPES,
+    WHOLE,
+    LayerQuant,
+    QuantScheme,
+    known,
+)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -25,12 +42,51 @@ def test_names_are_distinct_schemes() -> None:
     assert len(set(SCHEMES.values())) == len(SCHEMES)
 
 
+def test_every_constant_has_its_name() -> None:
+    constants = {name.lower(): value for name, value in vars(known).items() if isinstance(value, QuantScheme)}
+    assert constants == SCHEMES
+    assert all(vars(quant)[name.upper()] is scheme for name, scheme in SCHEMES.items())
+
+
+def _scheme(**fields: Any) -> QuantScheme | None:
+    try:
+        return QuantScheme(**fields)
+    except SpecError:
+        return None
+
+
+_SIZES = st.sampled_from([WHOLE, 1, 16, 32, 128])
+_ANY_SCHEME = st.builds(
+    _scheme,
+    weight_dtype=st.sampled_from(WEIGHT_DTYPES),
+    weight_block=st.none() | st.tuples(_SIZES, _SIZES),
+    weight_scale=st.sampled_from(SCALE_DTYPES),
+    global_scale=st.booleans(),
+    zero_point=st.booleans(),
+    activation_dtype=st.sampled_from(ACTIVATION_DTYPES),
+    activation_scaling=st.sampled_from(ACTIVATION_SCALING),
+    activation_group=_SIZES | st.just(0),
+    activation_scale=st.sampled_from(SCALE_DTYPES),
+).filter(lambda scheme: scheme is not None)
+
+
+@given(one=_ANY_SCHEME, other=_ANY_SCHEME)
+def test_any_scheme_is_a_value_with_a_label_of_its_own(one: QuantScheme, other: QuantScheme) -> None:
+    assert eval(repr(one), vars(quant)) == one
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert (one.label == other.label) is (one == other)
+
+
 @pytest.mark.parametrize(
     ("pattern", "matching"),
     [
         (
             {"weight_dtype": "any", "weight_block": "any", "weight_scale": "any"},
-            {"fp32", "bf16", "fp16", "mxfp4_w4a16"},
+            {
+                *("fp32", "bf16", "fp16", "mxfp4_w4a16", "mxfp8_w8a16"),
+                *("fp8_block128_w8a16", "fp8_tensor_w8a16", "fp8_channel_w8a16", "w8a16_int8", "w8a16_int8_g128"),
+                *("w4a16_int4", "w4a16_int4_g32", "w4a16_int4_g64", "w4a16_int4_g128"),
+            },
         ),
         (attrs.asdict(FP8_BLOCK128) | {"weight_scale": "any"}, {"fp8_block128"}),
         (
@@ -74,17 +130,6 @@ def test_schemes_that_cannot_be(fields: dict[str, Any], match: str) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(SpecError, match="quantization scheme: 'fp8' is not one of fp32, bf16"):
         QuantScheme.from_name("fp8")
-
-
-@pytest.mark.parametrize(("config", "dtype"), [(None, "bf16"), ({}, "fp16")])
-def test_a_checkpoint_without_configuration_is_unquantized(config: dict[str, Any] | None, dtype: str) -> None:
-    assert QuantScheme.from_hf(config, "model.layers.0.mlp.experts", dtype).label == dtype
-
-
-@pytest.mark.error_path
-def test_a_configuration_that_is_not_read_yet() -> None:
-    with pytest.raises(SpecError, match=r"model.layers.3: quant_method 'fp8' is not read"):
-        QuantScheme.from_hf({"quant_method": "fp8"}, "model.layers.3")
 
 
 def test_a_scheme_without_a_name_says_its_fields() -> None:

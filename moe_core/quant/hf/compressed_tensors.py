@@ -1,0 +1,110 @@
+"""`quant_method: compressed-tensors`: groups of modules, each with arguments for weights and activations.
+
+Source: the configuration classes of the compressed-tensors package, 0.9 to 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.quant.hf.compressed_args import activation_fields, weight_fields
+from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown
+from moe_core.quant.hf.name_list import is_listed, matches
+from moe_core.quant.hf.weight import Weight
+from moe_core.quant.stored import StoredScheme
+
+_USED = (
+    "quant_method",
+    "config_groups",
+    "format",
+    "ignore",
+    "quantization_status",
+    "sparsity_config",
+    "transform_config",
+    "moe_sparsity_config",
+)
+#: The KV cache, figures and versions.
+_HARMLESS = ("kv_cache_scheme", "global_compression_ratio", "version", "run_compressed")
+_GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
+
+#: Format -> (weight dtype, storage).
+_FORMATS = {
+    "pack-quantized": {"int4": "compressed_tensors_packed", "int8": "compressed_tensors_packed"},
+    "int-quantized": {"int4": "scaled", "int8": "scaled"},
+    "float-quantized": {"fp8": "scaled"},
+    "naive-quantized": {"int8": "scaled", "fp8": "scaled"},
+    "mxfp8-quantized": {"fp8": "scaled"},
+    "nvfp4-pack-quantized": {"fp4": "compressed_tensors_nvfp4"},
+    "mxfp4-pack-quantized": {"fp4": "compressed_tensors_mxfp4"},
+}
+#: Classes as targets: linear layers are what experts were made of, whichever class holds them now.
+_EXPERTS_CLASSES = ("Linear", "LinearBase", "FusedMoE", "MoEGMM")
+_OTHER_CLASSES = ("Embedding", "LMHead", "Attention", "Conv1d", "Conv2d", "Conv3d", "LayerNorm", "RMSNorm")
+
+
+def read_compressed_tensors(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
+    """The group whose targets name the weight, by name before pattern before class; unquantized without one."""
+    refuse_unknown(config, weight, _USED, _HARMLESS)
+    look_up(config, "quantization_status", dict.fromkeys((None, "compressed", "frozen")), weight)
+    for field in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        value = config.get(field)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise weight.error(f"{field} is not understood and changes numbers: {value!r}")
+    if is_listed(weight, names_in(config, "ignore", weight=weight)):
+        return weight.unquantized()
+    group = _group_of(config, weight)
+    if group is None or group.get("weights") is None:
+        if group and group.get("input_activations"):
+            raise weight.error("quantizes activations and not weights, which has no scheme")
+        return weight.unquantized()
+    return _read_group(group, group.get("format") or config.get("format"), weight)
+
+
+def _read_group(group: Mapping[str, Any], form: Any, weight: Weight) -> StoredScheme:
+    refuse_unknown(group, weight, _GROUP, ())
+    if group.get("output_activations"):
+        raise weight.error(f"output_activations are not understood: {group['output_activations']!r}")
+    storages = look_up({"format": form}, "format", _FORMATS, weight)
+    scheme = weight.scheme(
+        **weight_fields(group["weights"], weight, form == "mxfp8-quantized"),
+        **activation_fields(group.get("input_activations"), weight, form == "mxfp8-quantized"),
+    )
+    if scheme.weight_dtype not in storages or (scheme.global_scale is True) != (form == "nvfp4-pack-quantized"):
+        raise weight.error(f"format {form!r} does not hold {scheme}")
+    if scheme.zero_point and form != "pack-quantized":
+        raise weight.error(f"zero points in format {form!r} are not read")
+    return StoredScheme(scheme, storages[scheme.weight_dtype])
+
+
+def _group_of(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | None:
+    """The group with the most telling target; groups that target alike must say the same."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise weight.error(f"expected config_groups to be groups of arguments, got {groups!r}")
+    ranked: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for name, group in groups.items():
+        ranks = [_rank(target, weight) for target in names_in(group, "targets", weight=weight)]
+        if found := [rank for rank in ranks if rank is not None]:
+            ranked.setdefault(min(found), {})[name] = group
+    if not ranked:
+        return None
+    best = ranked[min(ranked)]
+    first, *others = ({key: group.get(key) for key in _GROUP if key != "targets"} for group in best.values())
+    if any(other != first for other in others):
+        raise weight.error(f"config_groups {', '.join(best)} target it alike and differ")
+    return next(iter(best.values()))
+
+
+def _rank(target: str, weight: Weight) -> int | None:
+    """0 for a name, 1 for a pattern, 2 for a class, None for another module's."""
+    if target.startswith("re:"):
+        return 1 if matches(weight, target.removeprefix("re:")) else None
+    if "." in target or not target[:1].isupper():
+        return 0 if is_listed(weight, [target]) else None
+    if target in _EXPERTS_CLASSES:
+        return 2
+    if target.endswith(_OTHER_CLASSES):
+        return None
+    known = ", ".join(_EXPERTS_CLASSES)
+    raise weight.error(f"whether target class {target!r} means experts is not known; known: {known}")

@@ -1,0 +1,144 @@
+"""`quant_method: gptq` and `awq`: four bits per weight in groups along the input, activations left alone.
+
+Sources: the configurations of AutoGPTQ, GPTQModel, AutoAWQ and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, whole_number
+from moe_core.quant.hf.name_list import is_listed, matches
+from moe_core.quant.hf.weight import Weight
+from moe_core.quant.scheme import WHOLE
+from moe_core.quant.stored import StoredScheme
+
+_USED = (
+    "quant_method",
+    "bits",
+    "w_bit",
+    "group_size",
+    "q_group_size",
+    "sym",
+    "zero_point",
+    "desc_act",
+    "checkpoint_format",
+    "format",
+    "version",
+    "dynamic",
+    "modules_to_not_convert",
+    "modules_in_block_to_quantize",
+    "pack_dtype",
+    "is_marlin_format",
+)
+#: How values were found, who wrote them, and which kernels somebody wants; the head of the model.
+_HARMLESS = (
+    "act_group_aware",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "do_fuse",
+    "exllama_config",
+    "fuse_max_seq_len",
+    "lm_head",
+    "max_input_length",
+    "meta",
+    "method",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_to_fuse",
+    "mse",
+    "pad_token_id",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "uri",
+    "use_cuda_fp16",
+    "use_exllama",
+)
+#: What an entry of `dynamic` may override.
+_OVERRIDES = ("bits", "group_size", "sym", "desc_act")
+_GPTQ_STORAGES = {None: "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
+_AWQ_STORAGES = {None: "awq", "gemm": "awq"}
+
+
+def read_gptq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
+    """Symmetric unless `sym` says otherwise; reordered channels (`desc_act`) have no scheme."""
+    return _read(config, weight, _GPTQ_STORAGES, zero_point=False)
+
+
+def read_awq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
+    """With zero points unless `zero_point` or `sym` say otherwise."""
+    return _read(config, weight, _AWQ_STORAGES, zero_point=True)
+
+
+def _read(
+    config: Mapping[str, Any], weight: Weight, storages: Mapping[str | None, str], zero_point: bool
+) -> StoredScheme:
+    refuse_unknown(config, weight, _USED, _HARMLESS)
+    if is_listed(weight, names_in(config, "modules_to_not_convert", weight=weight)):
+        return weight.unquantized()
+    override = _override(config, weight)
+    if override is None or not _is_in_block(config, weight):
+        return weight.unquantized()
+    config = {**config, **override}
+    bits = look_up(config, "bits" if "bits" in config else "w_bit", {4: "int4"}, weight)
+    group = whole_number(config, "group_size" if "group_size" in config else "q_group_size", weight)
+    look_up(config, "pack_dtype", dict.fromkeys((None, "int32")), weight)
+    look_up(config, "is_marlin_format", dict.fromkeys((None, False)), weight)
+    # One group per output has one scale, in whatever order its channels are.
+    if config.get("desc_act") and group != WHOLE:
+        raise weight.error("desc_act: groups are not of neighbouring channels (g_idx), which has no scheme")
+    form = next((field for field in ("checkpoint_format", "format", "version") if config.get(field)), "format")
+    storage = look_up({form: _lower(config.get(form))}, form, storages, weight)
+    scheme = weight.scheme(
+        weight_dtype=bits,
+        weight_block=(1, group),
+        weight_scale="fp32",
+        zero_point=_has_zero_points(config, weight, zero_point),
+    )
+    return StoredScheme(scheme, storage)
+
+
+def _has_zero_points(config: Mapping[str, Any], weight: Weight, default: bool) -> bool:
+    """`zero_point` decides before `sym`, which transformers also writes for AWQ and means nothing by it."""
+    zero_point = look_up(config, "zero_point", {None: None, True: True, False: False}, weight)
+    if zero_point is not None:
+        return zero_point
+    return look_up(config, "sym", {None: default, True: False, False: True}, weight)
+
+
+def _override(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | None:
+    """What the first pattern of `dynamic` that matches says instead, None if it says not to quantize."""
+    patterns = config.get("dynamic") or {}
+    if not isinstance(patterns, Mapping):
+        raise weight.error(f"expected dynamic to be patterns with fields, got {patterns!r}")
+    for pattern, override in patterns.items():
+        if not matches(weight, pattern.removeprefix("+:").removeprefix("-:")):
+            continue
+        if pattern.startswith("-:"):
+            return None
+        refuse_unknown(override or {}, weight, _OVERRIDES, ())
+        return override or {}
+    return {}
+
+
+def _is_in_block(config: Mapping[str, Any], weight: Weight) -> bool:
+    """Whether the modules to quantize, lists of names inside a layer, hold the weight; all do without such lists."""
+    lists = config.get("modules_in_block_to_quantize")
+    if lists is None:
+        return True
+    inside = [name for names in lists for name in ([names] if isinstance(names, str) else names)]
+    return any(name.endswith(f".{listed}") for name in weight.names for listed in inside)
+
+
+def _lower(word: Any) -> Any:
+    return word.lower() if isinstance(word, str) else word

@@ -1,0 +1,186 @@
+"""Names in lists and tables of configurations, in every form that is in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_core.errors import SpecError
+from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, QuantScheme, read_layer
+from moe_core.quant.hf.name_list import is_listed
+from moe_core.quant.hf.weight import PROJECTIONS, Weight, halves_of
+
+EXPERTS = "model.layers.3.mlp.experts"
+
+ALL_OF_THEM = [
+    "model.layers.3.mlp.experts",
+    "model.layers.3.mlp",
+    "model.layers.3",
+    "model.layers.3.",
+    "layers.3.mlp.experts",
+    "language_model.model.layers.3.mlp.experts",
+    "model.language_model.layers.3",
+    "mlp.experts",
+    "experts",
+    "model.layers.3*",
+    "model.layers.3.*",
+    "model.layers.*.mlp.experts",
+    "model.layers.?.mlp",
+    "*.mlp.experts*",
+    "*experts.*",
+    "re:.*mlp.experts.*",
+    r"re:model\.layers\.3\..*",
+    r"re:.*\.experts\.\d+\.(gate|up|down)_proj$",
+    r"re:.*\.experts\.\d+\.(w1|w2|w3)$",
+    r"re:^language_model\.model\.layers\.3\..*",
+    r"model\.layers\.3",
+    r"model.layers.(0|3).mlp",
+    ".*experts",
+]
+NONE_OF_THEM = [
+    "lm_head",
+    "model.layers.30",
+    "model.layers.3.mlp.gate",
+    "model.layers.3.mlp.expert",
+    "model.layers.3.mlp.shared_experts",
+    "mtp.layers.3.mlp.experts",
+    "mtp.layers.3",
+    "gate",
+    "mlp.gate",
+    "*.mlp.gate",
+    "*.mlp.gate*",
+    "*shared_expert*",
+    "model.layers.*.self_attn",
+    "model.layers.3[0-9]*",
+    r"re:.*mlp.gate$",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    r"re:layers\.30\..*",
+    "re:experts",
+    r"model\.layers\.1",
+    r"model\.layers\.3\.mlp\.exp",
+]
+
+
+@pytest.mark.parametrize("half", PROJECTIONS)
+@pytest.mark.parametrize("entry", ALL_OF_THEM)
+def test_entries_that_mean_the_whole_module(entry: str, half: str) -> None:
+    assert is_listed(Weight(EXPERTS, half, "bf16"), ["lm_head", entry])
+
+
+@pytest.mark.parametrize("half", PROJECTIONS)
+@pytest.mark.parametrize("entry", NONE_OF_THEM)
+def test_entries_that_mean_something_else(entry: str, half: str) -> None:
+    assert not is_listed(Weight(EXPERTS, half, "bf16"), [entry])
+
+
+@pytest.mark.parametrize(
+    ("entry", "halves"),
+    [
+        ("down_proj", {"down"}),
+        (f"{EXPERTS}.down_proj", {"down"}),
+        (f"{EXPERTS}.0.w2", {"down"}),
+        ("re:.*down_proj", {"down"}),
+        (f"{EXPERTS}.gate_up_proj", {"gate", "up"}),
+        ("experts.gate_up_proj", {"gate", "up"}),
+        (f"{EXPERTS}.w13", {"gate", "up"}),
+        (f"{EXPERTS}.0.gate_proj", {"gate"}),
+        ("*.w3", {"up"}),
+    ],
+)
+def test_entries_that_mean_one_projection(entry: str, halves: set[str]) -> None:
+    assert {half for half in PROJECTIONS if is_listed(Weight(EXPERTS, half, "bf16"), [entry])} == halves
+
+
+@pytest.mark.parametrize("experts", ["model.layers.3.mlp.experts", "model.language_model.layers.3.mlp.experts"])
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "thinker.model."])
+def test_prefixes_of_the_text_part_do_not_matter(experts: str, prefix: str) -> None:
+    for entry in (f"{prefix}layers.3", f"{prefix}layers.3*", rf"re:{prefix}layers\.3\..*"):
+        assert is_listed(Weight(experts, "up", "bf16"), [entry])
+
+
+def test_a_name_with_a_number_is_not_that_layer_of_the_draft_model() -> None:
+    draft = Weight("mtp.layers.0.mlp.experts", "up", "bf16")
+    assert not is_listed(draft, ["model.layers.0", "layers.0.mlp.experts", "model.layers.0*"])
+    assert is_listed(draft, ["mtp"])
+    assert is_listed(draft, ["mtp*"])
+    assert is_listed(draft, ["mtp.layers.0*"])
+
+
+def test_layer_zero_is_not_expert_zero() -> None:
+    table = {f"model.layers.{layer}.mlp.experts.0.up_proj": layer for layer in (0, 1)}
+    assert Weight("model.layers.0.mlp.experts", "up", "bf16").entry(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (EXPERTS, (EXPERTS, ("gate", "up", "down"))),
+        (f"{EXPERTS}.gate_up_proj", (EXPERTS, ("gate", "up"))),
+        (f"{EXPERTS}.w13", (EXPERTS, ("gate", "up"))),
+        (f"{EXPERTS}.12.w1", (EXPERTS, ("gate",))),
+        (f"{EXPERTS}.up_proj", (EXPERTS, ("up",))),
+        ("block_sparse_moe.output_linear", ("block_sparse_moe", ("down",))),
+        ("", ("", ("gate", "up", "down"))),
+    ],
+)
+def test_names_of_projections(module: str, expected: tuple[str, tuple[str, ...]]) -> None:
+    assert halves_of(module) == expected
+
+
+MIXED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.61*", "mtp*"]}
+
+
+@pytest.mark.parametrize("draft", ["model.layers.61.mlp.experts", "mtp.layers.0.mlp.experts"])
+def test_an_unquantized_draft_layer_beside_quantized_ones(draft: str) -> None:
+    assert QuantScheme.from_hf(MIXED, "model.layers.60.mlp.experts") == NVFP4
+    assert QuantScheme.from_hf(MIXED, draft) == BF16
+
+
+def test_one_projection_left_alone() -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["experts.down_proj"]}
+    layer = read_layer(config, EXPERTS)
+    assert (layer.w13.scheme, layer.w2.scheme) == (FP8_BLOCK128, BF16)
+    assert (layer.w13.storage, layer.w2.storage) == ("scaled", "plain")
+    assert QuantScheme.from_hf(config, f"{EXPERTS}.gate_up_proj") == FP8_BLOCK128
+
+
+def _listing(*names: str) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": list(names)}
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (_listing(f"{EXPERTS}.0.gate_proj"), r"experts \(gate\) is bf16 as plain, .* \(up\) is fp8_block128 as scaled"),
+        (_listing(f"{EXPERTS}.7.up_proj", f"{EXPERTS}.9.up_proj"), r"\(up\): names expert 7 and not expert 0"),
+        (_listing("re:mlp.(experts"), r"'mlp.\(experts' is not a regular expression"),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    **{f"{EXPERTS}.{e}.{p}_proj": {"quant_algo": "FP8"} for e in range(3) for p in PROJECTIONS},
+                    f"{EXPERTS}.2.up_proj": {"quant_algo": "NVFP4"},
+                },
+            },
+            r"\(up\): experts or names disagree: .*0.up_proj is .*FP8.*2.up_proj is .*NVFP4",
+        ),
+    ],
+    ids=["halves", "experts", "regular expression", "table"],
+)
+def test_what_cannot_be_one_layer(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        read_layer(config, EXPERTS)
+
+
+@pytest.mark.error_path
+def test_a_layer_is_read_by_its_experts_module() -> None:
+    with pytest.raises(SpecError, match=r"experts.down_proj' is a projection, expected the experts module"):
+        read_layer(None, f"{EXPERTS}.down_proj")
+
+
+@pytest.mark.error_path
+def test_projections_that_differ_have_no_common_scheme() -> None:
+    with pytest.raises(SpecError, match=r"\(down\) is bf16 as plain; .*one by one .read_layer"):
+        QuantScheme.from_hf(_listing("experts.down_proj"), EXPERTS)

@@ -1,0 +1,162 @@
+"""What a configuration says and nobody understands is an error that names it, the module, and what is known."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from quant_configs import CONFIGS
+
+from moe_core.errors import SpecError
+from moe_core.quant import QuantScheme, read_layer
+
+pytestmark = pytest.mark.error_path
+
+EXPERTS = "model.layers.3.mlp.experts"
+
+
+def _changed(name: str, path: str, value: Any) -> dict[str, Any]:
+    """An example with the value at a dotted path replaced or added."""
+    config = copy.deepcopy(CONFIGS[name])
+    *above, last = path.split("/")
+    place = config
+    for key in above:
+        place = place[key]
+    place[last] = value
+    return config
+
+
+CT = "config_groups/group_0"
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (
+            {"quant_method": "of_tomorrow"},
+            "quant_method 'of_tomorrow' is not read; known: awq, compressed-tensors, fp8",
+        ),
+        ({"bits": 4}, "quant_method 'None' is not read"),
+        # fp8
+        (_changed("fp8_block128", "rotation", "hadamard"), "field 'rotation' is not understood and may change numbers"),
+        (_changed("fp8_block128", "fmt", "e5m2"), "fmt 'e5m2' is not understood; known: absent, e4m3"),
+        (_changed("fp8_block128", "activation_scheme", "later"), "activation_scheme 'later' .* dynamic, static"),
+        (_changed("fp8_block128", "scale_fmt", "e5m0"), "scale_fmt 'e5m0' .*known: absent, float, ue8m0"),
+        (_changed("fp8_block128", "expert_dtype", "fp6"), "expert_dtype 'fp6'"),
+        (
+            _changed("fp8_block128", "weight_block_size", [128]),
+            r"weight_block_size to be two whole numbers, got \[128\]",
+        ),
+        (_changed("fp8_block128", "weight_block_size", [128, True]), "weight_block_size to be two whole numbers"),
+        (_changed("fp8_block128", "ignored_layers", "lm_head"), "ignored_layers to be a list of names, got 'lm_head'"),
+        (_changed("mxfp8", "weight_block_size", [1, 64]), r"mxfp8 has weight_block_size \[1, 32\], got \[1, 64\]"),
+        (_changed("mxfp8", "moe_quant_algo", "NVFP4"), "field 'moe_quant_algo'"),
+        (_changed("mxfp4_gpt_oss", "group_size", 16), "field 'group_size'"),
+        # compressed-tensors
+        (_changed("ct_w8a8_int8", "config_groups", {"W8A8": ["Linear"]}), "config_groups to be groups of arguments"),
+        (_changed("ct_w8a8_int8", "format", "marlin-24"), "format 'marlin-24' .*known: pack-quantized, int-quantized"),
+        (_changed("ct_w8a8_int8", "format", "dense"), "format 'dense'"),
+        (_changed("ct_w8a8_int8", "format", "float-quantized"), "format 'float-quantized' does not hold w8a8_int8"),
+        (_changed("ct_mxfp4", "format", "nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' does not hold mxfp4"),
+        (_changed("ct_w8a8_int8", "quantization_status", "calibration"), "quantization_status 'calibration'"),
+        (_changed("ct_w8a8_int8", "transform_config", {"u": {}}), "transform_config is not understood"),
+        (_changed("ct_w8a8_int8", "sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (_changed("ct_w8a8_int8", f"{CT}/output_activations", {"num_bits": 8}), "output_activations"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights", None), "quantizes activations and not weights"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights", "int8"), "expected fields with values, got 'int8'"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/num_bits", 6), "int of 6 bits is not understood; known: int of 4"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/type", "nf"), "nf of 8 bits"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/strategy", "attn_head"), "strategy 'attn_head' .*tensor, channel"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/dynamic", True), "dynamic True"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/smooth", 0.5), "field 'smooth'"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/symmetric", False), "zero points in format 'int-quantized'"),
+        (_changed("ct_w8a8_int8", f"{CT}/input_activations/symmetric", False), "symmetric False"),
+        (_changed("ct_w8a8_int8", f"{CT}/input_activations/strategy", "channel"), "strategy 'channel'"),
+        (_changed("ct_w8a8_int8", f"{CT}/input_activations/dynamic", False), "strategy 'token' with dynamic False"),
+        (_changed("ct_nvfp4", f"{CT}/input_activations/dynamic", True), "dynamic True is not understood"),
+        (_changed("ct_w4a16_g128", f"{CT}/weights/actorder", "group"), "actorder 'group'"),
+        (_changed("ct_w4a16_g128", f"{CT}/weights/group_size", None), "group_size to be a whole number, got None"),
+        (_changed("ct_w4a16_g128", f"{CT}/weights/scale_dtype", "torch.int8"), "scale_dtype 'torch.int8'"),
+        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", [128]), "block_structure to be rows and columns"),
+        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", [128, 0]), "weight_block: expected"),
+        (_changed("ct_w8a8_int8", f"{CT}/targets", ["Router"]), "target class 'Router' means experts is not known"),
+        (
+            _changed("ct_w8a8_int8", "config_groups/group_1", CONFIGS["ct_w4a8_int8"]["config_groups"]["group_0"]),
+            "config_groups group_0, group_1 target it alike and differ",
+        ),
+        # modelopt
+        (_changed("modelopt_nvfp4", "quant_algo", "NVFP4_SVD"), "quant_algo 'NVFP4_SVD' is not read; known: FP8"),
+        (_changed("modelopt_nvfp4", "group_size", 32), "quant_algo NVFP4 has group_size 16, got 32"),
+        (_changed("modelopt_nvfp4", f"{CT}/weights/group_size", 32), "quant_algo NVFP4 has group_size 16, got 32"),
+        (_changed("modelopt_nvfp4", "pre_quant_scale", True), "NVFP4 with pre_quant_scale is not read"),
+        (_changed("modelopt_nvfp4", "lora_rank", 32), "field 'lora_rank'"),
+        (_changed("modelopt_file_nvfp4", "quantization/lora_rank", 32), "field 'lora_rank'"),
+        (_changed("modelopt_file_nvfp4", "more", 1), "field 'more'"),
+        (_changed("modelopt_mixed", "quantized_layers", None), "MIXED_PRECISION to come with quantized_layers"),
+        (
+            _changed("modelopt_mixed", "quantized_layers", {EXPERTS: {"quant_algo": "NVFP4", "encoding": "csf"}}),
+            "field 'encoding'",
+        ),
+        # gptq and awq
+        (_changed("gptq_g128", "bits", 8), "bits 8 is not understood; known: 4"),
+        (_changed("gptq_g128", "desc_act", True), r"desc_act: groups are not of neighbouring channels \(g_idx\)"),
+        (_changed("gptq_g128", "checkpoint_format", "marlin"), "checkpoint_format 'marlin' .*absent, gptq, gptq_v2"),
+        (_changed("gptq_g128", "pack_dtype", "int8"), "pack_dtype 'int8'"),
+        (_changed("gptq_g128", "group_size", "128"), "group_size to be a whole number"),
+        (_changed("gptq_g128", "dynamic", [".*"]), "dynamic to be patterns with fields"),
+        (_changed("gptq_g128", "dynamic", {".*": {"adapter": 1}}), "field 'adapter'"),
+        (_changed("awq_g128", "version", "gemv"), "version 'gemv' is not understood; known: absent, gemm"),
+        (_changed("awq_g128", "zero_point", "yes"), "zero_point 'yes' is not understood; known: absent, True, False"),
+        # modelslim
+        (_changed("modelslim_description", f"{EXPERTS}.0.up_proj.weight", "W8A8"), "experts or names disagree"),
+        ({"model_quant_type": "W8A8", "a.weight": "FLOAT"}, "the description names no such weight; add its tensors"),
+        ({"model_quant_type": "W8A8", "surprise": 1}, "field 'surprise'"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_what_is_not_understood(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match) as caught:
+        read_layer(config, EXPERTS)
+    assert EXPERTS in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("model.layers.1.mlp.experts.{}.{}.weight", "W8A8", "word 'W8A8' is not understood; known: W8A8_DYNAMIC"),
+        ("version", "2.0.0", "version '2.0.0'"),
+        ("group_size", 256, "W4A8_DYNAMIC in groups of 256 is not read"),
+    ],
+)
+def test_descriptions_of_w4a8(field: str, value: Any, match: str) -> None:
+    changes = {field.format(e, p): value for e in range(3) for p in ("gate_proj", "up_proj", "down_proj")}
+    with pytest.raises(SpecError, match=match):
+        read_layer(CONFIGS["modelslim_description"] | changes, "model.layers.1.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("fp8_block128", "rotation", None),
+        ("fp8_block128", "kv_cache_scheme", {"num_bits": 8}),
+        ("ct_w8a8_int8", "sparsity_config", {"format": "dense"}),
+        ("ct_w8a8_int8", "kv_cache_scheme", {"num_bits": 8}),
+        ("ct_w8a8_int8", f"{CT}/weights/observer", "mse"),
+        ("ct_w4a16_g128", f"{CT}/weights/scale_dtype", "torch.bfloat16"),
+        ("modelopt_nvfp4", "group_size", 16),
+        ("modelslim_description", "kv_quant_type", "C8"),
+        ("gptq_g128", "damp_percent", 0.1),
+        ("gptq_v2_asym", "desc_act", False),
+        # transformers writes it for AWQ whatever the zero points are.
+        ("awq_g128", "sym", True),
+        ("modelopt_nvfp4", "modules_to_not_convert", ["model.layers.*.self_attn"]),
+    ],
+)
+def test_fields_that_change_no_numbers(name: str, path: str, value: Any) -> None:
+    assert read_layer(_changed(name, path, value), EXPERTS) == read_layer(CONFIGS[name], EXPERTS)
+
+
+def test_unquantized_weights_have_a_dtype_of_layers() -> None:
+    with pytest.raises(SpecError, match=r"field 'dtype': 'nvfp4' is not one of fp32, bf16, fp16"):
+        QuantScheme.from_hf(None, EXPERTS, "nvfp4")
