@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from moe_core.cli import list_backends, resolve, run
+from moe_core.cli import list_backends, quantize, resolve, run
 from moe_core.cli.output import print_error
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
 from moe_core.planner import PlanWarning
@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("list-backends")(list_backends.list_backends)
+app.command("quantize")(quantize.quantize)
 app.command("resolve")(resolve.resolve)
 app.command("run")(run.run)
 

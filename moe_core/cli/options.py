@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_core.errors import UnknownNameError
+from moe_core.errors import SpecError, UnknownNameError
 
 A2aBackend = Annotated[
     str | None,
@@ -25,3 +26,11 @@ def known_word(kind: str, word: str, words: Iterable[str]) -> str:
     if word not in known:
         raise UnknownNameError(kind, word, known)
     return word
+
+
+def read_text(path: Path) -> str:
+    """The content of a UTF-8 file; raises `SpecError` if it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
+from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word, read_text
 from moe_core.cli.output import fields, stage, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
@@ -64,7 +64,7 @@ def run(
     if not model.is_dir():
         raise SpecError(f"no model at {model}: expected a folder with a config.json and weights")
     read_config(model)
-    sample = None if text is None else _read(text)
+    sample = None if text is None else read_text(text)
     from moe_core.cli import generation, model_loading
     from moe_core.cli.text_codec import load_codec
 
@@ -95,13 +95,6 @@ def run(
         with stage("perplexity"):
             figures["perplexity"] = _perplexity(network, codec, sample, text, window)
     _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error
 
 
 def _print_plans(plans: Mapping[str, MoEPlan]) -> None:

@@ -17,19 +17,23 @@ def unpack(stored: Tensor, axis: int, bits: int, places: tuple[int, ...] = ()) -
         stored: Any integer dtype; each holds `8 * itemsize / bits` codes along `axis`, the first in the lowest bits.
         axis: Axis along which neighbours are packed.
         bits: 4 or 8.
-        places: Where code i of a word lies, if not at i.
+        places: Where code i of a word of 4-bit codes lies, if not at i.
 
     Returns:
         uint8, as stored (two's complement or unsigned), `axis` longer by that factor.
     """
     words = stored.movedim(axis, -1).contiguous()
     # Little-endian memory: the lowest bits of a word are its first byte.
-    codes = words.view(torch.uint8)
+    octets = words.view(torch.uint8)
     if bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    if places:
-        codes = codes.reshape(*codes.shape[:-1], -1, len(places))[..., list(places)].flatten(-2)
-    return codes.movedim(-1, axis)
+        places = places or (0, 1)
+        octets = octets.view(*octets.shape[:-1], -1, len(places) // 2)
+        codes = octets.new_empty(*octets.shape[:-1], len(places))
+        for code, place in enumerate(places):
+            octet = octets[..., place // 2]
+            codes[..., code] = octet >> 4 if place % 2 else octet & 15
+        octets = codes.flatten(-2)
+    return octets.movedim(-1, axis)
 
 
 def pack(codes: Tensor) -> Tensor:

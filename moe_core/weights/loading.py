@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -10,7 +10,6 @@ import torch
 
 from moe_core.errors import SpecError, WeightsError
 from moe_core.payloads import RawWeights, Tensor
-from moe_core.placement import ExpertPlacement
 from moe_core.quant import QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
 from moe_core.weights.bands import StoredLayout, part_shape
@@ -59,13 +58,27 @@ def load_experts(
         WeightsError: Lists every tensor that is missing, misshapen, mistyped, unknown or of unusable content.
     """
     _check_request(request, stored, tp_rank)
-    layout = layout or StoredLayout()
     experts = request.local_experts(ep_rank)
-    parts = find_parts(source.names, module, stored, gated=request.activation.gated, bias=request.bias)
+    # The request says what is done to activations, and with it whether their scales are needed.
+    asked = StoredLayer(
+        attrs.evolve(stored.w13, scheme=request.quant.w13), attrs.evolve(stored.w2, scheme=request.quant.w2)
+    )
+    parts = find_parts(source.names, module, asked, gated=request.activation.gated, bias=request.bias)
     unknown = left_over(source.names, module, parts, request.num_experts)
     problems = [f"{name}: nothing of a layer with {request.num_experts} experts reads it" for name in unknown]
-    tensors = _load(source, parts, request, experts, tp_rank, layout, device, progress, problems, module)
-    return RawWeights(tensors=tensors, handed_over=True)
+    job = _Job(
+        source=source,
+        where=module,
+        parts=parts,
+        request=request,
+        num_experts=request.num_experts,
+        experts=experts,
+        tp_rank=tp_rank,
+        layout=layout or StoredLayout(),
+        device=device,
+        progress=progress,
+    )
+    return RawWeights(tensors=_load(job, problems), handed_over=True)
 
 
 def cut(
@@ -90,58 +103,73 @@ def cut(
     stored = StoredLayer(StoredScheme(request.quant.w13), StoredScheme(request.quant.w2))
     _check_request(request, stored, tp_rank)
     parts = canonical_parts(stored, gated=request.activation.gated, bias=request.bias)
-    count = tensors["w13"].shape[0] if "w13" in tensors else 0
+    count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 1)
     known = {part.find(frozenset(tensors), tensor, 0) for part in parts for tensor in part.tensors}
     problems = [f"{name}: unknown" for name in sorted(set(tensors) - known)]
-    every = attrs.evolve(request, num_experts=max(count, request.top_k), ep_size=1, placement=ExpertPlacement())
-    layout = StoredLayout(tiling=tiling)
     device = next(iter(tensors.values())).device if tensors else "cpu"
-    return _load(
-        InMemory(tensors), parts, every, range(count), tp_rank, layout, device, None, problems, "canonical tensors"
+    job = _Job(
+        source=InMemory(tensors),
+        where="canonical tensors",
+        parts=parts,
+        request=request,
+        num_experts=count,
+        experts=tuple(range(count)),
+        tp_rank=tp_rank,
+        layout=StoredLayout(tiling=tiling),
+        device=device,
     )
+    return _load(job, problems)
 
 
-def _load(
-    source: TensorSource,
-    parts: Sequence[Part],
-    request: LayerRequest,
-    experts: Iterable[int],
-    tp_rank: int,
-    layout: StoredLayout,
-    device: torch.device | str,
-    progress: Progress | None,
-    problems: list[str],
-    where: str,
-) -> dict[str, Tensor]:
-    experts = tuple(experts)
-    filler = Filler(request, experts, layout, device)
-    takes_b2 = tp_rank == 0
+@attrs.frozen(kw_only=True)
+class _Job:
+    """What is read from where for which rank; words as in `load_experts`."""
+
+    source: TensorSource
+    where: str
+    parts: Sequence[Part]
+    request: LayerRequest
+    num_experts: int
+    experts: tuple[int, ...]
+    tp_rank: int
+    layout: StoredLayout
+    device: torch.device | str
+    progress: Progress | None = None
+
+
+def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
+    """Plan, check, allocate, read; `problems` are those that are known before."""
+    filler = Filler(job.request, job.experts, job.layout, job.device)
     planner = Planner(
-        source=source, num_experts=request.num_experts, layout=layout, takes_b2=takes_b2, problems=problems
+        source=job.source,
+        num_experts=job.num_experts,
+        layout=job.layout,
+        takes_b2=job.tp_rank == 0,
+        problems=problems,
     )
     reads: list[Read] = []
-    for part in parts:
+    for part in job.parts:
         try:
-            shape = part_shape(part, request, tp_rank, layout)
+            shape = part_shape(part, job.request, job.tp_rank, job.layout)
         except WeightsError as error:
             problems.append(str(error))
             continue
         # An expert that is placed twice is read once.
-        reads += planner.reads(part, shape, tuple(dict.fromkeys(experts)))
-    _refuse(where, problems)
+        reads += planner.reads(part, shape, tuple(dict.fromkeys(job.experts)))
+    _refuse(job.where, problems)
     bias_dtypes: dict[str, set[torch.dtype]] = {}
     for read in reads:
         if read.tensor.role == "bias":
-            bias_dtypes.setdefault(f"b{read.part.projection[1:]}", set()).add(source.dtype(read.name))
+            bias_dtypes.setdefault(f"b{read.part.projection[1:]}", set()).add(job.source.dtype(read.name))
     filler.allocate(bias_dtypes)
     # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
     reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order[read.expert]))
-    _run(source, reads, filler, progress)
-    _refuse(where, filler.problems)
+    _run(job, reads, filler)
+    _refuse(job.where, filler.problems)
     return filler.tensors
 
 
-def _run(source: TensorSource, reads: list[Read], filler: Filler, progress: Progress | None) -> None:
+def _run(job: _Job, reads: list[Read], filler: Filler) -> None:
     total, done = _total(reads), 0
     last: tuple[str, tuple[slice, ...]] | None = None
     values = torch.empty(0)
@@ -149,12 +177,12 @@ def _run(source: TensorSource, reads: list[Read], filler: Filler, progress: Prog
         if read.tensor.role == "weight" and filler.problems:
             return
         if last is None or (read.name, read.slices) != last:
-            values = source.read(read.name, read.slices)
+            values = job.source.read(read.name, read.slices)
             last = (read.name, read.slices)
             done += read.nbytes
         filler.put(values, read)
-        if progress is not None:
-            progress(done, total)
+        if job.progress is not None:
+            job.progress(done, total)
 
 
 def _total(reads: list[Read]) -> int:

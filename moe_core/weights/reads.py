@@ -195,8 +195,10 @@ class Planner:
         """What is wrong with the shape or the dtype of one stored tensor."""
         dims, dtype = self.source.shape(name), self.source.dtype(name)
         dtypes = allowed_dtypes(tensor, part.storage.scheme)
-        shapes = self._shapes(part, shape, tensor, dtype)
-        if dims in shapes and (dtypes is None or dtype in dtypes):
+        fits = dtypes is None or dtype in dtypes
+        # How many values an index holds follows from the dtype, if it is right.
+        shapes = self._shapes(part, shape, tensor, dtype if fits or not dtypes else dtypes[0])
+        if fits and dims in shapes:
             return None
         words = " or ".join(_word(wanted) for wanted in dtypes) if dtypes else "any dtype"
         wanted = " or ".join(str(list(dims)) for dims in dict.fromkeys(shapes))

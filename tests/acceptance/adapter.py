@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 # The cases may be run as a script, without the test runner's path; ranks are processes and inherit this.
@@ -34,6 +35,7 @@ from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
 from moe_core.quant import QuantScheme
 from moe_core.weights.loading import cut
+from moe_core.weights.requantize import to_ue8m0
 
 DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
 ACTIVATIONS = {
@@ -104,7 +106,11 @@ def make_weights(
     owned = list(request.local_experts(rank))
     if len(tensors["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
         tensors = {name: tensor[owned] for name, tensor in tensors.items()}
-    share = cut(tensors, request, tp_rank, tiling="apart" if ckpt.get("halves") else "through")
+    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
+    stored = attrs.evolve(request, quant=scheme({**ckpt, "ue8m0": False}, name))
+    share = cut(tensors, stored, tp_rank, tiling="apart" if ckpt.get("halves") else "through")
+    if request.quant != stored.quant:
+        share = to_ue8m0(share, stored.local_quant)
     return RawWeights(tensors=share, handed_over=True)
 
 

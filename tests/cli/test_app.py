@@ -31,7 +31,7 @@ def test_torch_is_not_imported(python, code):
 
 
 def test_commands():
-    assert sorted(COMMANDS) == ["list-backends", "resolve", "run"]
+    assert sorted(COMMANDS) == ["list-backends", "quantize", "resolve", "run"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_help_is_plain_text_of_80_columns(moe_core, command):
     assert result.returncode == 0
     assert "\x1b" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    options = [name for option in COMMANDS[command].params for name in option.opts]
+    options = [name for p in COMMANDS[command].params if p.param_type_name == "option" for name in p.opts]
     assert all(name in result.stdout for name in options)
 
 

@@ -67,7 +67,7 @@ def _scales(g: torch.Generator, shape: tuple[int, ...], word: str) -> Tensor:
     return values.to({"fp32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[word])
 
 
-def _meaning(scales: Tensor) -> Tensor:
+def meaning(scales: Tensor) -> Tensor:
     return 2.0 ** (scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
 
 
@@ -94,7 +94,7 @@ def scaled(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> 
         values = codes.double() * scale.double()
     else:
         scale = _scales(g, grid(rows, columns, block), scheme.weight_scale)
-        values = codes.double() * spread(_meaning(scale), block, rows, columns)
+        values = codes.double() * spread(meaning(scale), block, rows, columns)
     matrix = Matrix({"weight": weight, "weight_scale_inv": scale}, values)
     if scheme.activation_scaling == "static":
         matrix.input_scale = float(torch.rand((), generator=g) + 0.5)
@@ -152,7 +152,7 @@ def awq(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Mat
 def _fp4(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> tuple[Tensor, Tensor, Tensor]:
     codes = _codes(g, rows, columns, 0, 15)
     scale = _scales(g, grid(rows, columns, scheme.weight_block), scheme.weight_scale)
-    return codes, scale, E2M1[codes] * spread(_meaning(scale), scheme.weight_block, rows, columns)
+    return codes, scale, E2M1[codes] * spread(meaning(scale), scheme.weight_block, rows, columns)
 
 
 def nvfp4(suffixes: tuple[str, str, str, str], divides: bool) -> Writer:
@@ -275,49 +275,3 @@ def write_layer(
     halves = zip(scales[words_used[0]], scales[words_used[1]], strict=True)
     both = [None if a is None or b is None else max(a, b) for a, b in halves]
     return Stored(folder, tensors, gate, up, down, (both, scales[words_used[2]]))
-
-
-def values_of(tensors: dict[str, Tensor], request: LayerRequest, name: str) -> Tensor:
-    """Canonical tensors of one projection in float64, `[L, rows, columns]`."""
-    scheme = request.local_quant.w13 if name == "w13" else request.local_quant.w2
-    weight = tensors[name]
-    if not scheme.is_quantized:
-        return weight.double()
-    if scheme.weight_dtype in ("int4", "fp4"):
-        both = torch.stack([weight % 16, weight // 16], dim=-1).flatten(-2).long()
-        codes = E2M1[both] if scheme.weight_dtype == "fp4" else torch.where(both > 7, both - 16, both).double()
-    else:
-        codes = weight.double()
-    count, rows, columns = codes.shape
-    scale = _meaning(tensors[f"{name}_scale"])
-    zero = tensors.get(f"{name}_zero_point")
-    out = torch.empty_like(codes)
-    for e in range(count):
-        if scheme.weight_block == (WHOLE, WHOLE):
-            halves = scale.shape[1]
-            factor = scale[e].repeat_interleave(rows // halves)[:, None]
-        else:
-            table = scale[e][:, None] if scale.dim() == 2 else scale[e]
-            factor = spread(table, scheme.weight_block, rows, columns)
-        shift = 0.0
-        if zero is not None:
-            points = zero[e][:, None] if zero.dim() == 2 else zero[e]
-            shift = spread(points.double(), scheme.weight_block, rows, columns)
-        out[e] = (codes[e] - shift) * factor
-    if scheme.global_scale:
-        outer = tensors[f"{name}_global_scale"].double().reshape(count, -1)
-        out = out * outer.repeat_interleave(rows // outer.shape[1], dim=1)[..., None]
-    return out
-
-
-def wanted_share(
-    stored: Stored, request: LayerRequest, experts: tuple[int, ...], tp_rank: int
-) -> tuple[Tensor, Tensor]:
-    """What rank `tp_rank` must have: gate and up rows each followed by zero rows, columns of w2 by zero columns."""
-    size, inner = request.local_intermediate_size, request.intermediate_size
-    start = min(tp_rank * size, inner)
-    stop = min(start + size, inner)
-    pad = size - (stop - start)
-    chosen = list(experts)
-    halves = [torch.nn.functional.pad(half[chosen, start:stop], (0, 0, 0, pad)) for half in (stored.gate, stored.up)]
-    return torch.cat(halves, dim=1), torch.nn.functional.pad(stored.down[chosen][:, :, start:stop], (0, pad))

@@ -5,9 +5,9 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from stored_experts import values_of, wanted_share, write_layer
+from loaded_experts import check, make_request, stored_layer, wanted_share
+from stored_experts import write_layer
 
-from moe_core import LayerRequest, RawWeights
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
@@ -20,17 +20,12 @@ from moe_core.quant import (
     W4A8_INT8,
     W8A8_INT8,
     WHOLE,
-    LayerQuant,
     QuantScheme,
-    StoredLayer,
-    StoredScheme,
 )
 from moe_core.weights.checkpoint import Checkpoint
-from moe_core.weights.expected import check_weights
 from moe_core.weights.loading import cut, load_experts
 
 MODULE = "model.layers.0.mlp.experts"
-HIDDEN, INNER, EXPERTS = 64, 96, 3
 
 TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
 PER_TENSOR = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE), activation_scaling="static", activation_group=0)
@@ -63,22 +58,6 @@ CASES = [
 IDS = [f"{storage}-{scheme}"[:60] for storage, scheme in CASES]
 
 
-def make_request(scheme: QuantScheme | LayerQuant, **more: int) -> LayerRequest:
-    return LayerRequest(num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, intermediate_size=INNER, quant=scheme, **more)
-
-
-def both(storage: str, request: LayerRequest) -> StoredLayer:
-    return StoredLayer(StoredScheme(request.quant.w13, storage), StoredScheme(request.quant.w2, storage))
-
-
-def check(weights: RawWeights, request: LayerRequest, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """The values of canonical tensors: exact but for the last bits of products."""
-    check_weights(weights, request, len(wanted[0]))
-    for name, values in zip(("w13", "w2"), wanted, strict=True):
-        # float64 products of the same factors in another order.
-        torch.testing.assert_close(values_of(weights.tensors, request, name), values, rtol=1e-14, atol=0)
-
-
 def test_every_storage_has_a_case() -> None:
     assert {storage for storage, _ in CASES} | {"gpt_oss_mxfp4"} == set(STORAGES)
 
@@ -91,7 +70,7 @@ def test_shares(storage: str, scheme: QuantScheme, tp_size: int, tmp_path: Path)
     stored = write_layer(tmp_path, request, (storage, storage))
     with Checkpoint(tmp_path) as checkpoint:
         for rank in range(tp_size):
-            weights = load_experts(checkpoint, MODULE, request, both(storage, request), tp_rank=rank)
+            weights = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), tp_rank=rank)
             check(weights, request, wanted_share(stored, request, (0, 1, 2), rank))
 
 
@@ -101,7 +80,7 @@ def test_experts_of_one_rank(storage: str, scheme: QuantScheme, tmp_path: Path) 
     stored = write_layer(tmp_path, request, (storage, storage), shards=3)
     for rank in range(2):
         with Checkpoint(tmp_path) as checkpoint:
-            weights = load_experts(checkpoint, MODULE, request, both(storage, request), ep_rank=rank)
+            weights = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), ep_rank=rank)
         check(weights, request, wanted_share(stored, request, request.local_experts(rank), 0))
 
 
@@ -112,9 +91,9 @@ def test_canonical_tensors_are_cut_like_files(storage: str, scheme: QuantScheme,
     write_layer(tmp_path, whole, (storage, storage))
     request = make_request(scheme, tp_size=tp_size)
     with Checkpoint(tmp_path) as checkpoint:
-        full = load_experts(checkpoint, MODULE, whole, both(storage, whole)).tensors
+        full = load_experts(checkpoint, MODULE, whole, stored_layer(whole, storage)).tensors
         for rank in range(tp_size):
-            from_file = load_experts(checkpoint, MODULE, request, both(storage, request), tp_rank=rank).tensors
+            from_file = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), tp_rank=rank).tensors
             in_memory = cut(full, request, rank)
             assert from_file.keys() == in_memory.keys()
             for name, tensor in from_file.items():

@@ -1,0 +1,85 @@
+"""FP8 weights with any scales, again with scales that are powers of two.
+
+For kernels that take e8m0 scales alone. It loses a little: the weights are rounded a second time, so it is for runners
+to ask for and never done twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_core.errors import WeightsError
+from moe_core.payloads import Tensor
+from moe_core.quant import LayerQuant, QuantScheme
+
+_E4M3_MAX = 448.0
+#: Blocks of smaller values get the scale of this one.
+_AMAX_FLOOR = 1e-4
+
+
+def to_ue8m0(tensors: dict[str, Tensor], quant: LayerQuant) -> dict[str, Tensor]:
+    """Canonical tensors of FP8 block weights with power-of-two scales.
+
+    For each block: the weights are multiplied out and rounded to bf16, the scale is the power of two at or above
+    `amax / 448`, and the weights are rounded to e4m3 **with that scale**.
+
+    Args:
+        tensors: Canonical tensors with fp32 scales; they are not changed.
+        quant: The schemes, with the blocks in which these scales are (`request.local_quant`).
+
+    Returns:
+        New weights and scales (exponent bytes, uint8, of the same shapes) of both projections; other tensors as given.
+
+    Raises:
+        WeightsError: A projection that is not FP8 in blocks with fp32 scales; also one that was converted before.
+    """
+    converted = dict(tensors)
+    for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
+        rows, columns = _block(name, scheme, tensors)
+        weight, scale = tensors[name], tensors[f"{name}_scale"]
+        codes, exponents = torch.empty_like(weight), torch.empty_like(scale, dtype=torch.uint8)
+        for expert in range(weight.shape[0]):
+            codes[expert], exponents[expert] = requantize_blocks(weight[expert], scale[expert], rows, columns)
+        converted |= {name: codes, f"{name}_scale": exponents}
+    return converted
+
+
+def requantize_blocks(weight: Tensor, scale: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """One matrix of e4m3 with new scales.
+
+    Args:
+        weight: `[N, K]` e4m3.
+        scale: `[ceil(N / rows), ceil(K / columns)]` fp32.
+        rows: Rows of a block.
+        columns: Its columns.
+
+    Returns:
+        e4m3 `[N, K]`, and exponent bytes of the shape of `scale`.
+    """
+    height, width = weight.shape
+    (down, across), padding = scale.shape, (0, -width % columns, 0, -height % rows)
+    blocks = torch.nn.functional.pad(weight.float(), padding).view(down, rows, across, columns)
+    values = (blocks * scale[:, None, :, None]).bfloat16().float()
+    exponents = _exponent_at_or_above(values.abs().amax((1, 3)).clamp(min=_AMAX_FLOOR) / _E4M3_MAX)
+    factor = exponents.view(torch.float8_e8m0fnu).float()
+    codes = (values * (1.0 / factor)[:, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.view(down * rows, across * columns)[:height, :width], exponents
+
+
+def _exponent_at_or_above(values: Tensor) -> Tensor:
+    """The e8m0 byte of the smallest power of two that is not less, from the bits of positive fp32 numbers."""
+    bits = values.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return exponent.clamp(1, 254).to(torch.uint8)
+
+
+def _block(name: str, scheme: QuantScheme, tensors: dict[str, Tensor]) -> tuple[int, int]:
+    block = scheme.weight_block
+    is_fp8_block = scheme.weight_dtype == "fp8" and isinstance(block, tuple) and min(block) > 0
+    scale = tensors.get(f"{name}_scale")
+    if not is_fp8_block or not isinstance(block, tuple) or scale is None or scale.dtype != torch.float32:
+        found = "none" if scale is None else str(scale.dtype).removeprefix("torch.")
+        raise WeightsError(
+            f"{name}: only FP8 weights in blocks with fp32 scales are converted, got {scheme} with scales of {found}"
+        )
+    return block

@@ -1,0 +1,214 @@
+"""Whole checkpoints: written, read again by independent float64 readers, and compared with direct quantization."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference_moe import Q, nvfp4_global, quant_fp8_block, quant_int, quant_mxfp4, quant_nvfp4
+from tiny_checkpoints import (
+    EXPERTS,
+    MIXTRAL_NAMES,
+    MODULE,
+    NAMES,
+    READERS,
+    Tensors,
+    expert_weights,
+    fused,
+    of_projection,
+    one_by_one,
+    other_tensors,
+    read_tensors,
+    write_checkpoint,
+)
+
+from moe_core.quantizer.checkpoint import quantize_checkpoint
+from moe_core.quantizer.input_amax import ExpertInputs, ModelInputs
+from moe_core.quantizer.storages import STORAGES
+from moe_core.quantizer.words import WRITABLE
+
+INPUTS = ModelInputs(layers={1: ExpertInputs(first=(3.0, 4.5, 0.0), second=(2.0, 0.0, 8.0))})
+PAIRS = [(scheme, ecosystem) for scheme, names in WRITABLE.items() for ecosystem in names]
+each_layout = pytest.mark.parametrize(("scheme", "ecosystem"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+
+
+def _direct(scheme: str, ecosystem: str, weights: dict[str, torch.Tensor], role: str, expert: int) -> Q:
+    weight = weights[role][expert]
+    if scheme == "nvfp4":
+        shared = weight if role == "down" else torch.cat([weights["gate"][expert], weights["up"][expert]])
+        divisor = (2688 / shared.double().abs().amax()).float()
+        return quant_nvfp4(weight, nvfp4_global(shared) if ecosystem == "modelopt" else 1 / divisor.double())
+    direct: dict[str, Callable[[torch.Tensor], Q]] = {
+        "fp8_block": quant_fp8_block,
+        "w8a8_int8": lambda w: quant_int(w, 8),
+        "w4a8": lambda w: quant_int(w, 4),
+        "w4a4": lambda w: quant_int(w, 4),
+        "mxfp4": quant_mxfp4,
+    }
+    return direct[scheme](weight)
+
+
+def _inputs(scheme: str) -> ModelInputs | None:
+    return INPUTS if scheme == "nvfp4" else None
+
+
+def test_every_word_has_a_layout() -> None:
+    assert {(scheme, name) for name, schemes in STORAGES.items() for scheme in schemes} == set(PAIRS) == set(READERS)
+
+
+@each_layout
+@pytest.mark.parametrize("form", ["one by one", "mixtral", "fused"])
+def test_read_again_it_is_the_direct_quantization(scheme: str, ecosystem: str, form: str, tmp_path: Path) -> None:
+    weights = expert_weights()
+    names = MIXTRAL_NAMES if form == "mixtral" else NAMES
+    experts = fused(weights) if form == "fused" else one_by_one(weights, names)
+    source = write_checkpoint(tmp_path / "source", experts, files=1 if form == "fused" else 3)
+    quantize_checkpoint(source, tmp_path / "out", scheme, ecosystem=ecosystem, inputs=_inputs(scheme))
+    tensors = read_tensors(tmp_path / "out")
+    for role, weight in weights.items():
+        for expert in range(EXPERTS):
+            stored = of_projection(tensors, f"{MODULE}.{expert}.{names[role]}")
+            got, want = READERS[scheme, ecosystem](stored), _direct(scheme, ecosystem, weights, role, expert).deq
+            assert got.shape == weight[expert].shape
+            # A division by the divisor and a multiplication by its inverse differ in the last bits of float64.
+            exact = (scheme, ecosystem) != ("nvfp4", "compressed_tensors")
+            torch.testing.assert_close(got, want, rtol=0 if exact else 1e-14, atol=0)
+
+
+@each_layout
+def test_the_rest_is_copied(scheme: str, ecosystem: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
+    out = tmp_path / "out"
+    written = quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=_inputs(scheme))
+    tensors = read_tensors(out)
+    for name, tensor in other_tensors().items():
+        assert tensors[name].dtype == torch.bfloat16
+        assert torch.equal(tensors[name], tensor)
+    assert not any(name.startswith(MODULE) and not name[len(MODULE) + 1].isdigit() for name in tensors)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config", None) is not None or ecosystem == "modelslim"
+    assert config == json.loads((source / "config.json").read_text())
+    assert written.stored == STORAGES[ecosystem][scheme].stored
+    assert written.num_experts == EXPERTS
+    kept = sum(tensor.nbytes for tensor in other_tensors().values())
+    assert written.kept_bytes == kept
+    assert written.expert_bytes_before == sum(weight.nbytes for weight in expert_weights().values())
+    assert written.expert_bytes_after == sum(tensor.nbytes for tensor in tensors.values()) - kept
+
+
+def test_names_of_what_stays_unquantized(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
+    stays = [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.shared_experts.up_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    configs = {}
+    for scheme, ecosystem in PAIRS:
+        out = tmp_path / f"{scheme}-{ecosystem}"
+        quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=_inputs(scheme))
+        configs[scheme, ecosystem] = json.loads((out / "config.json").read_text()).get("quantization_config")
+    fp8 = configs["fp8_block", "transformers"]
+    assert fp8["modules_to_not_convert"] == stays
+    assert (fp8["quant_method"], fp8["weight_block_size"], fp8["activation_scheme"]) == ("fp8", [128, 128], "dynamic")
+    assert configs["nvfp4", "modelopt"]["ignore"] == configs["mxfp4", "compressed_tensors"]["ignore"] == stays
+    legacy = json.loads((tmp_path / "nvfp4-modelopt" / "hf_quant_config.json").read_text())["quantization"]
+    assert legacy == {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": stays}
+    types = json.loads((tmp_path / "w4a8-modelslim" / "quant_model_description.json").read_text())
+    tensors = read_tensors(tmp_path / "w4a8-modelslim")
+    assert {name: types[name] for name in tensors} == {
+        name: "W4A8_DYNAMIC" if name.startswith(MODULE) else "FLOAT" for name in tensors
+    }
+
+
+def test_nvfp4_scales(tmp_path: Path) -> None:
+    weights = expert_weights()
+    source = write_checkpoint(tmp_path / "source", fused(weights))
+    for ecosystem in WRITABLE["nvfp4"]:
+        quantize_checkpoint(source, tmp_path / ecosystem, "nvfp4", ecosystem=ecosystem, inputs=INPUTS)
+    modelopt, other = (read_tensors(tmp_path / ecosystem) for ecosystem in WRITABLE["nvfp4"])
+    # An expert that saw no token takes the largest of its layer.
+    amax = {"gate": (3.0, 4.5, 4.5), "up": (3.0, 4.5, 4.5), "down": (2.0, 8.0, 8.0)}
+    for role in NAMES:
+        for expert in range(EXPERTS):
+            name = f"{MODULE}.{expert}.{NAMES[role]}"
+            largest = torch.stack([weights[r][expert].abs().max() for r in ("gate", "up", "down")]).double()
+            weight_amax = largest[2] if role == "down" else largest[:2].max()
+            assert modelopt[f"{name}.weight_scale_2"].shape == modelopt[f"{name}.input_scale"].shape == ()
+            assert modelopt[f"{name}.weight_scale_2"] == (weight_amax / 2688).float()
+            assert modelopt[f"{name}.input_scale"] == torch.tensor(amax[role][expert]).double().div(2688).float()
+            assert other[f"{name}.weight_global_scale"].tolist() == [(2688 / weight_amax).float()]
+            assert other[f"{name}.input_global_scale"].tolist() == [torch.tensor(2688 / amax[role][expert]).item()]
+
+
+def test_scale_bias_of_w4a8(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
+    quantize_checkpoint(source, tmp_path / "out", "w4a8")
+    tensors = read_tensors(tmp_path / "out")
+    for role in NAMES:
+        stored = of_projection(tensors, f"{MODULE}.0.{NAMES[role]}")
+        values = READERS["w4a8", "modelslim"](stored)
+        parts = 16 if role == "down" else 1
+        want = 8 * values.view(len(values), parts, -1).sum(-1)
+        assert stored["scale_bias"].shape == (len(values), parts)
+        # One rounding to fp32.
+        torch.testing.assert_close(stored["scale_bias"].double(), want, rtol=1e-7, atol=1e-12)
+        assert not stored["weight_offset"].any()
+
+
+def test_shards_and_progress(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()), files=4)
+    seen: list[tuple[int, int]] = []
+    quantize_checkpoint(
+        source, tmp_path / "out", "w8a8_int8", shard_bytes=40_000, progress=lambda *step: seen.append(step)
+    )
+    whole = _whole(source, tmp_path / "whole")
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    tensors = read_tensors(tmp_path / "out")
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert len(set(totals)) == 1
+    # Headers of the files are all that is never read as a tensor.
+    assert 0.8 * totals[0] < done[-1] <= totals[0]
+
+
+def _whole(source: Path, out: Path) -> Tensors:
+    quantize_checkpoint(source, out, "w8a8_int8")
+    assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors"]
+    return read_tensors(out)
+
+
+def test_the_source_is_not_changed_and_files_can_be_read_by_others(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    (tmp_path / "out").mkdir()
+    quantize_checkpoint(source, tmp_path / "out", "mxfp4")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {(source / "config.json").stat().st_mode & 0o777}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    weights = expert_weights()
+    del weights["gate"]
+    source = write_checkpoint(tmp_path / "source", one_by_one(weights))
+    quantize_checkpoint(source, tmp_path / "out", "nvfp4", inputs=ModelInputs(default=2688.0))
+    tensors = read_tensors(tmp_path / "out")
+    assert tensors[f"{MODULE}.1.up_proj.input_scale"] == 1
+    stored = of_projection(tensors, f"{MODULE}.1.up_proj")
+    assert torch.equal(READERS["nvfp4", "modelopt"](stored), quant_nvfp4(weights["up"][1]).deq)
