@@ -1,6 +1,7 @@
 """Bytes read over bytes needed, when ranks load their share of a sharded checkpoint; and the rate.
 
-The file is small enough for the page cache, so that the rate is that of this code and not of a disk.
+The files are small enough for the page cache and the rate counts CPU seconds of one thread, so that it is the rate of
+this code and not of a disk.
 
 Run: python benchmarks/loading.py        (no accelerator needed; writes about 1 GB to a temporary folder)
 """
@@ -105,7 +106,7 @@ def write_checkpoint(folder: Path, storage: str) -> None:
 
 
 def load(folder: Path, storage: str, **split: int) -> tuple[int, int, float]:
-    """Bytes read, bytes of the canonical tensors, seconds of a second load."""
+    """Bytes read, bytes of the canonical tensors, CPU seconds of a second load."""
     scheme = STORAGES[storage][0]
     request = LayerRequest(
         num_experts=EXPERTS, top_k=8, hidden_size=HIDDEN, intermediate_size=INNER, quant=scheme, **split
@@ -113,9 +114,9 @@ def load(folder: Path, storage: str, **split: int) -> tuple[int, int, float]:
     stored = StoredLayer(StoredScheme(scheme, storage), StoredScheme(scheme, storage))
     for _ in range(2):
         with Checkpoint(folder) as checkpoint:
-            start = time.perf_counter()
+            start = time.process_time()
             weights = load_experts(checkpoint, MODULE, request, stored)
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             size = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors.values())
             read = checkpoint.bytes_read
     return read, size, seconds
@@ -132,10 +133,11 @@ def needed(folder: Path, split: int) -> float:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     console = Console()
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     console.print(f"{EXPERTS} experts, hidden {HIDDEN}, intermediate {INNER}, {SHARDS} shards; sizes in MB")
-    table = Table("storage", "split", "needed", "read", "read / needed", "canonical", "GB/s")
+    table = Table("storage", "split", "needed", "read", "read / needed", "canonical", "GB / CPU s")
     for storage in STORAGES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -90,7 +90,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise SpecError(f"no model at {path}: expected a folder with a config.json, or such a file")
     config = _json_object(file)
     beside = next((name for name in QUANT_FILES if path.is_dir() and (path / name).exists()), None)
-    if beside and not _quantization(config):
+    if beside and not quantization_of(config):
         config["quantization_config"] = {"quant_method": QUANT_FILES[beside], **_json_object(path / beside)}
     return config
 
@@ -148,13 +148,13 @@ def _groups(
     for layer, module in modules.items():
         fields: dict[str, Any] = {name: _size(text, name, layer) for name in SIZE_NAMES}
         fields |= _TRAITS.get(model_type(text), {})
-        fields["quant"] = quant or read_layer(_quantization(config), module, dtype, gated=activation.gated).quant
+        fields["quant"] = quant or read_layer(quantization_of(config), module, dtype, gated=activation.gated).quant
         request = LayerRequest(activation=activation, dtype=dtype, **fields)
         groups.setdefault(request, []).append(layer)
     return tuple(LayerGroup(layers=tuple(layers), request=request) for request, layers in groups.items())
 
 
-def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization of the text part, or of the whole; the expert dtype that some say beside it belongs to it."""
     text = _text_part(config)
     found = (part.get(name) for part in (text, config) for name in ("quantization_config", "compression_config"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
-from moe_core.integrations.transformers import NAME, PreparedExperts, prepare, register
+from moe_core.integrations.transformers import NAME, LoadedModel, PreparedExperts, prepare, register
+from moe_core.integrations.transformers import load_model as load_with_quantized_experts
 from moe_core.payloads import TORCH_DTYPES
 
 
@@ -51,6 +53,35 @@ def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedModelError(f"model {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     return model.to(_device(device)).eval()
+
+
+def load_quantized(
+    folder: Path,
+    dtype: str | None,
+    device: str | None,
+    a2a_backend: str | None,
+    runner_backend: str | None,
+    progress: Callable[[int, int], None],
+) -> LoadedModel:
+    """The model of a quantized checkpoint, its experts served by moe-core; arguments and errors as `load_model`.
+
+    Args:
+        folder: As above.
+        dtype: As above.
+        device: As above.
+        a2a_backend: Pin of the dispatcher.
+        runner_backend: Pin of the runner.
+        progress: Called with (bytes read, bytes to read).
+    """
+    require_transformers()
+    return load_with_quantized_experts(
+        folder,
+        dtype=dtype,
+        device=_device(device),
+        a2a_backend=a2a_backend,
+        runner_backend=runner_backend,
+        progress=progress,
+    )
 
 
 def _device(device: str | None) -> torch.device:

@@ -9,11 +9,12 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -78,4 +79,19 @@ def stage(title: str) -> Iterator[None]:
     console, start = stderr(), time.perf_counter()
     with console.status(f"{title} ..."):
         yield
+    console.print(f"{title}: {time.perf_counter() - start:.1f} s", style="dim")
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr (on a terminal) for a step that reads bytes, and then how long it took.
+
+    Yields:
+        What the step calls with (bytes done, bytes in all).
+    """
+    console, start = stderr(), time.perf_counter()
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
     console.print(f"{title}: {time.perf_counter() - start:.1f} s", style="dim")

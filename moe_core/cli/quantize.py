@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_core.cli.options import Verbose, read_text
-from moe_core.cli.output import fields, stage, stderr, stdout
+from moe_core.cli.output import fields, progress_bar, stage, stdout
 from moe_core.errors import SpecError
 from moe_core.quantizer.words import WRITABLE, ecosystem_of
 
@@ -58,7 +55,7 @@ def quantize(
     # Before minutes of calibration.
     require_quantizable(source, out, scheme, ecosystem)
     inputs = _inputs(source, text, window, input_scale)
-    with _progress_bar(f"writing {scheme} for {ecosystem}") as progress:
+    with progress_bar(f"writing {scheme} for {ecosystem}") as progress:
         written = quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
     _print_result(written)
 
@@ -97,16 +94,6 @@ def _inputs(source: Path, text: str | None, window: int, input_scale: float | No
         raise SpecError("the calibration text is empty; give at least one token")
     with stage(f"calibrating over {ids.numel()} tokens"):
         return calibrate(network, torch.split(ids, window, dim=1), default=default)
-
-
-@contextmanager
-def _progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that counts bytes of the source; nothing where that is no terminal."""
-    console = stderr()
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_result(written: WrittenCheckpoint) -> None:

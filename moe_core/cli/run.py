@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word, read_text
-from moe_core.cli.output import fields, stage, stdout
+from moe_core.cli.output import fields, progress_bar, stage, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
-from moe_core.model_config import read_config
+from moe_core.model_config import quantization_of, read_config
 from moe_core.plan import MoEPlan
 from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
     from moe_core.cli.generation import Generated
     from moe_core.cli.text_codec import TextCodec
+    from moe_core.integrations.transformers import LoadedModel
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
 SMALL_MODEL = 2_000_000_000
+#: Pins of the dispatcher and of the runner.
+_Pins: TypeAlias = tuple[str | None, str | None]
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 
 
@@ -63,17 +66,44 @@ def run(
         known_word("device type", device, DEVICE_TYPES)
     if not model.is_dir():
         raise SpecError(f"no model at {model}: expected a folder with a config.json and weights")
-    read_config(model)
     sample = None if text is None else read_text(text)
+    pins = (a2a_backend, runner_backend)
+    if quantization_of(read_config(model)) is None:
+        loaded, reference = _load_floats(model, prompt, dtype, device, compare_eager, pins)
+    elif compare_eager:
+        raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
+    else:
+        loaded, reference = _load_quantized(model, dtype, device, pins), None
+    from moe_core.cli import generation
+
+    network, (codec, ids) = loaded.model, _encoded(model, loaded.model, prompt)
+    _print_plans({name: experts.plan for name, experts in loaded.experts.items()})
+    # The first forward compiles and allocates; the figures below are of the second.
+    with stage("warm-up"):
+        logits = generation.prompt_logits(network, ids)
+    with stage("generating"):
+        generated = generation.generate(network, ids, max_new_tokens)
+    figures = _figures(generated, codec, loaded)
+    if reference is not None:
+        figures["difference"] = _difference(logits, reference)
+    elif compare_eager is None and loaded.is_quantized:
+        figures["difference"] = "from eager not available: the experts exist in quantized form alone"
+    if text is not None and sample is not None:
+        with stage("perplexity"):
+            figures["perplexity"] = _perplexity(network, codec, sample, text, window)
+    _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
+
+
+def _load_floats(
+    folder: Path, prompt: str, dtype: str | None, device: str | None, compare_eager: bool | None, pins: _Pins
+) -> tuple[LoadedModel, Tensor | None]:
+    """The model, and what its eager experts answer, if that is wanted."""
     from moe_core.cli import generation, model_loading
-    from moe_core.cli.text_codec import load_codec
+    from moe_core.integrations.transformers import LoadedModel
 
     with stage("loading"):
-        network = model_loading.load_model(model, dtype, device)
-        codec = load_codec(model, int(network.config.get_text_config().vocab_size))
-    ids = codec.encode(prompt)
-    if not ids:
-        raise SpecError("the prompt is empty; give at least one token to continue")
+        network = model_loading.load_model(folder, dtype, device)
+    _, ids = _encoded(folder, network, prompt)
     compare = network.num_parameters() <= SMALL_MODEL if compare_eager is None else compare_eager
     reference = None
     if compare:
@@ -81,20 +111,26 @@ def run(
         with stage("eager reference"):
             reference = generation.prompt_logits(network, ids)
     with stage("preparing experts"):
-        bound = model_loading.prepare_experts(network, a2a_backend, runner_backend)
-    _print_plans({name: experts.plan for name, experts in bound.items()})
-    # The first forward compiles and allocates; the figures below are of the second.
-    with stage("warm-up"):
-        logits = generation.prompt_logits(network, ids)
-    with stage("generating"):
-        generated = generation.generate(network, ids, max_new_tokens)
-    figures = _figures(generated, codec, network)
-    if reference is not None:
-        figures["difference"] = _difference(logits, reference)
-    if text is not None and sample is not None:
-        with stage("perplexity"):
-            figures["perplexity"] = _perplexity(network, codec, sample, text, window)
-    _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
+        bound = model_loading.prepare_experts(network, *pins)
+    return LoadedModel(model=network, experts=bound), reference
+
+
+def _load_quantized(folder: Path, dtype: str | None, device: str | None, pins: _Pins) -> LoadedModel:
+    from moe_core.cli import model_loading
+
+    with progress_bar("loading") as progress:
+        return model_loading.load_quantized(folder, dtype, device, *pins, progress)
+
+
+def _encoded(folder: Path, network: Any, prompt: str) -> tuple[TextCodec, list[int]]:
+    """The codec of a model, and the prompt in tokens; raises `SpecError` if there is none."""
+    from moe_core.cli.text_codec import load_codec
+
+    codec = load_codec(folder, int(network.config.get_text_config().vocab_size))
+    ids = codec.encode(prompt)
+    if not ids:
+        raise SpecError("the prompt is empty; give at least one token to continue")
+    return codec, ids
 
 
 def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
@@ -121,10 +157,10 @@ def _print_result(text: str, figures: Mapping[str, str]) -> None:
     console.print(fields({f"  {label}": value for label, value in figures.items()}))
 
 
-def _figures(generated: Generated, codec: TextCodec, network: Any) -> dict[str, str]:
-    decode = generated.decode_rate
+def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dict[str, str]:
+    decode, network = generated.decode_rate, loaded.model
     return {
-        "model": f"{type(network).__name__}, {network.num_parameters() / 1e6:.1f} M parameters, "
+        "model": f"{type(network).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, "
         f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {codec.name}",
         "prefill": f"{generated.prefill_rate:.1f} tokens/s ({generated.prefill_tokens} tokens)",
         "decode": "no token decoded" if decode is None else f"{decode:.1f} tokens/s ({len(generated.ids) - 1} tokens)",

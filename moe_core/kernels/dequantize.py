@@ -1,61 +1,114 @@
-"""Stored weights to fp32: one reader per element type, one way to apply the scales of any tile."""
+"""Stored weights to fp32: one way to read each element type, one way to apply the scales of any tile."""
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional
+from typing import TypeAlias
 
-from moe_core.kernels.number_formats import PAIRS, scale_values
+import attrs
+import torch
+
+from moe_core.kernels.number_formats import E4M3_BITS_UNIT, PACKED, byte_pairs, e4m3_bits, has_e4m3_nan, scale_values
 from moe_core.payloads import Tensor
 from moe_core.quant import WHOLE
+
+#: Rows and columns that share a scale, `WHOLE` for an axis.
+Tile: TypeAlias = tuple[int, int]
+
+
+@attrs.define(eq=False)
+class WeightReader:
+    """One expert's stored weight, to be read in blocks of rows; what blocks have in common is computed once.
+
+    Attributes:
+        weight: `[N, C]`, 4-bit elements uint8 `[N, C / 2]`.
+        weight_dtype: Word of its elements.
+        scale: fp32 `[N, G]`, what multiplies each group of columns of the codes as they are read, or None.
+        zero_point: fp32 `[N, G]`, what is subtracted before, or None.
+        group: Columns of one group; the last one of a row may be shorter.
+    """
+
+    weight: Tensor
+    weight_dtype: str
+    scale: Tensor | None
+    zero_point: Tensor | None
+    group: int
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, weight_dtype: str, tile: Tile, scale: Tensor | None, zero_point: Tensor | None
+    ) -> WeightReader:
+        """A reader of one expert's tensors.
+
+        Args:
+            weight: As the attribute.
+            weight_dtype: As the attribute.
+            tile: Of `scale` and `zero_point`.
+            scale: `[N / tile rows, C / tile columns]`, rounded up, as stored; None where the caller scales outputs.
+            zero_point: int8 of the same shape (`[N, 1]` without `scale`), or None.
+        """
+        group = num_columns(weight, weight_dtype) if tile[1] == WHOLE else tile[1]
+        factors = None if scale is None else _by_row(scale_values(scale), weight.shape[0], tile[0])
+        if factors is not None and _reads_bits(weight, weight_dtype):
+            factors = factors * E4M3_BITS_UNIT
+        zeros = None if zero_point is None else _by_row(zero_point.float(), weight.shape[0], tile[0])
+        return cls(weight, weight_dtype, factors, zeros, group)
+
+    def read(self, out: Tensor, first: int) -> None:
+        """Weight rows `first ..` into fp32 `out [rows, C]` of any strides."""
+        rows = slice(first, first + out.shape[0])
+        part = self.weight[rows]
+        if self.weight_dtype in PACKED:
+            _read_pairs(out, part, self.weight_dtype)
+        elif _reads_bits(part, self.weight_dtype):
+            _read_e4m3(out, part, scaled=self.scale is not None)
+        else:
+            out.copy_(part)
+        if self.zero_point is not None:
+            for columns, zeros in self._groups(out, self.zero_point[rows]):
+                columns.sub_(zeros)
+        if self.scale is not None:
+            for columns, factors in self._groups(out, self.scale[rows]):
+                columns.mul_(factors)
+
+    def _groups(self, out: Tensor, by_group: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The groups of whole length as one view, and a shorter last one, each beside what belongs to it."""
+        whole = out.shape[1] // self.group
+        groups = out[:, : whole * self.group].view(out.shape[0], whole, self.group), by_group[:, :whole, None]
+        rest = out[:, whole * self.group :], by_group[:, whole:]
+        return [groups, rest] if rest[0].shape[1] else [groups]
 
 
 def num_columns(weight: Tensor, weight_dtype: str) -> int:
     """Elements in the last axis of a stored weight; 4-bit ones share bytes."""
-    return weight.shape[-1] * (2 if weight_dtype in PAIRS else 1)
+    return weight.shape[-1] * (2 if weight_dtype in PACKED else 1)
 
 
-def read_codes(out: Tensor, weight: Tensor, weight_dtype: str) -> None:
-    """The numbers of `weight [rows, stored]`, without any scale, into fp32 `out [rows, C]` of any strides."""
-    if weight_dtype in PAIRS:
-        out.copy_(functional.embedding(weight.int(), PAIRS[weight_dtype].to(weight.device)).view(out.shape))
-    else:
-        out.copy_(weight)
-
-
-def apply_scales(out: Tensor, scale: Tensor | None, zero_point: Tensor | None, group: int) -> None:
-    """Subtract zero points, then multiply by scales, in place.
-
-    Args:
-        out: fp32 `[rows, C]`, any strides.
-        scale: `[rows, C / group]`, rounded up, as stored; None where the caller multiplies the outputs.
-        zero_point: int8 of the shape of `scale`, or None.
-        group: Columns that share a scale, `WHOLE` for all of them; the last group of a row may be shorter.
-    """
-    columns = out.shape[1]
-    group = columns if group == WHOLE else group
-    whole = columns // group
-    groups, rest = out[:, : whole * group].unflatten(1, (whole, group)), out[:, whole * group :]
-    for stored, change in ((zero_point, torch.Tensor.sub_), (scale, torch.Tensor.mul_)):
-        if stored is None:
-            continue
-        values = scale_values(stored)
-        change(groups, values[:, :whole, None])
-        if rest.shape[1]:
-            change(rest, values[:, whole:])
-
-
-def tile_rows(stored: Tensor, first: int, count: int, rows_per_tile: int) -> Tensor:
-    """The scales (or zero points) `[count, G]` of weight rows `first .. first + count`; a tile's serves all its rows.
-
-    Args:
-        stored: `[N / rows_per_tile, G]`, rounded up.
-        first: First weight row.
-        count: Weight rows.
-        rows_per_tile: `WHOLE` where one row of scales serves every weight row.
-    """
+def _by_row(by_tile: Tensor, num_rows: int, rows_per_tile: int) -> Tensor:
     if rows_per_tile == 1:
-        return stored[first : first + count]
-    if rows_per_tile == WHOLE:
-        return stored.expand(count, -1)
-    return stored[torch.arange(first, first + count, device=stored.device) // rows_per_tile]
+        return by_tile
+    return by_tile.repeat_interleave(num_rows if rows_per_tile == WHOLE else rows_per_tile, dim=0)[:num_rows]
+
+
+def _read_pairs(out: Tensor, weight: Tensor, weight_dtype: str) -> None:
+    in_place = out.is_contiguous()
+    words = (out if in_place else torch.empty_like(out, memory_format=torch.contiguous_format)).view(torch.int64)
+    # One look-up writes two numbers: half the look-ups, and no conversion after them.
+    pairs = byte_pairs(weight_dtype, weight.device)
+    torch.index_select(pairs, 0, weight.reshape(-1).int(), out=words.view(-1))
+    if not in_place:
+        out.copy_(words.view(torch.float32))
+
+
+def _reads_bits(weight: Tensor, weight_dtype: str) -> bool:
+    """Whether e4m3 is read on its bits: torch's own conversion on CPU takes twenty times as long."""
+    return weight_dtype == "fp8" and weight.device.type == "cpu"
+
+
+def _read_e4m3(out: Tensor, weight: Tensor, *, scaled: bool) -> None:
+    """In units of `E4M3_BITS_UNIT` where a scale follows that makes up for it."""
+    if has_e4m3_nan(weight):
+        out.copy_(weight).mul_(1.0 / E4M3_BITS_UNIT if scaled else 1.0)
+        return
+    out.copy_(e4m3_bits(weight))
+    if not scaled:
+        out.mul_(E4M3_BITS_UNIT)

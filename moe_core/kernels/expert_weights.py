@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 
-from moe_core.kernels.dequantize import apply_scales, num_columns, read_codes, tile_rows
+from moe_core.kernels.dequantize import Tile, WeightReader, num_columns
 from moe_core.kernels.quantize import ActivationRounder
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
 from moe_core.quant import WHOLE, QuantScheme
 from moe_core.vocabulary import FLOAT_DTYPES
 
 #: Tile of weights without scales inside a row.
-_ROW = (1, WHOLE)
+_ROW: Tile = (1, WHOLE)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class StoredLinear:
 
     weight: Tensor
     weight_dtype: str
-    tile: tuple[int, int] = _ROW
+    tile: Tile = _ROW
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     output_scale: Tensor | None = None
@@ -57,17 +57,10 @@ class StoredLinear:
         """Whether the weight is anything else than plain floats."""
         return self.weight_dtype not in FLOAT_DTYPES
 
-    def read(self, out: Tensor, expert: int, first: int) -> None:
-        """Rows `first ..` of one expert's weight, without `output_scale`, into fp32 `out [rows, C]` of any strides."""
-        count = out.shape[0]
-        read_codes(out, self.weight[expert, first : first + count], self.weight_dtype)
-        if self.scale is None and self.zero_point is None:
-            return
-        scale, zero_point = (
-            None if stored is None else tile_rows(stored[expert], first, count, self.tile[0])
-            for stored in (self.scale, self.zero_point)
-        )
-        apply_scales(out, scale, zero_point, self.tile[1])
+    def reader(self, expert: int) -> WeightReader:
+        """One expert's weight in fp32, without `output_scale`, block by block."""
+        scale, zero_point = (None if t is None else t[expert] for t in (self.scale, self.zero_point))
+        return WeightReader.of(self.weight[expert], self.weight_dtype, self.tile, scale, zero_point)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -81,6 +74,11 @@ class ExpertLinear(StoredLinear):
 
     rounder: ActivationRounder
     input_scale: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether floats are multiplied by floats, with nothing rounded before."""
+        return not self.is_quantized and self.rounder.dtype == "same"
 
     @classmethod
     def of(cls, scheme: QuantScheme, weight: Tensor, **tensors: Any) -> ExpertLinear:

@@ -77,7 +77,7 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
 
 
 def _real_rows(groups: Groups, num_rows: int) -> Tensor:
-    """Bool `[R]`: which rows belong to a token; of the others not even the size may be looked at."""
+    """Which rows belong to a token, bool `[R]`; of the others not even the size may be looked at."""
     ends = groups.group_ends
     row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, row, right=True)
@@ -90,8 +90,8 @@ def _real_rows(groups: Groups, num_rows: int) -> Tensor:
 def uses_grouped_gemm(linear: ExpertLinear) -> bool:
     """Whether an accelerator multiplies these weights without host sync: bf16, rows and columns of 16 bytes."""
     weight = linear.weight
-    is_plain = weight.dtype == torch.bfloat16 and linear.rounder.dtype == "same"
-    return is_plain and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    is_bf16 = weight.dtype == torch.bfloat16 and linear.is_plain
+    return is_bf16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:

@@ -96,9 +96,10 @@ class _Scratch:
         memory = self._memory
         if memory is None:
             memory = self._memory = self._allocate(padded)
+        reader = self._linear.reader(expert)
         for first in range(0, self._linear.num_outputs, self.block_rows):
             block = memory[: min(self.block_rows, self._linear.num_outputs - first)]
-            self._linear.read(block[:, : self.num_inputs], expert, first)
+            reader.read(block[:, : self.num_inputs], first)
             yield first, block
 
     def _allocate(self, padded: bool) -> Tensor:

@@ -21,7 +21,8 @@ def takes_one_token(hidden_states: Tensor, experts: Experts) -> bool:
         and hidden_states.dtype != torch.float16
         and not torch.compiler.is_compiling()
         and not experts.deterministic
-        and not any(linear.is_quantized or linear.rounder.dtype != "same" for linear in (experts.w13, experts.w2))
+        and experts.w13.is_plain
+        and experts.w2.is_plain
     )
 
 

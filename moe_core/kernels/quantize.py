@@ -18,6 +18,7 @@ from moe_core.kernels.number_formats import (
     power_of_two_below,
     round_e2m1,
     round_e4m3,
+    round_to_e4m3,
 )
 from moe_core.payloads import Tensor
 from moe_core.quant import QuantScheme
@@ -85,13 +86,18 @@ class ActivationRounder:
         """
         if self.dtype == "same":
             return x, None
-        values = x.float()
-        if self.static and input_scale is None:
-            raise InputError(f"statically scaled {self.dtype} activations need input_scale, got None")
-        if self.group > 0 and (self.scale == "e4m3" or not self.static):
-            return self._round_groups(values, input_scale if self.static else None), None
-        scale = input_scale if self.static else self._dynamic_scale(self._amax(values.abs(), is_real))
+        values, fixed = x.float(), self._fixed_scale(input_scale)
+        if self.group > 0 and (fixed is None or self.scale == "e4m3"):
+            return self._round_groups(values, fixed), None
+        scale = self._dynamic_scale(self._amax(values.abs(), is_real)) if fixed is None else fixed
         return self._codes(values, scale), scale
+
+    def _fixed_scale(self, input_scale: Tensor | None) -> Tensor | None:
+        if not self.static:
+            return None
+        if input_scale is None:
+            raise InputError(f"statically scaled {self.dtype} activations need input_scale, got None")
+        return input_scale
 
     def _amax(self, sizes: Tensor, is_real: Tensor | None) -> Tensor:
         if self.group != _TENSOR:
@@ -108,7 +114,7 @@ class ActivationRounder:
             scale = self._dynamic_scale(amax)
         else:
             # A group's scale may round to zero; its values are then zero.
-            scale = round_e4m3(amax / _LARGEST[self.dtype] / input_scale).float() * input_scale
+            scale = round_to_e4m3(amax / _LARGEST[self.dtype] / input_scale) * input_scale
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
@@ -119,14 +125,14 @@ class ActivationRounder:
         if self.scale == "e8m0":
             return power_of_two_above(scale)
         if self.scale == "e4m3":
-            return round_e4m3(scale).float()
+            return round_to_e4m3(scale)
         return scale.bfloat16().float() if self.scale == "bf16" else scale
 
     def _codes(self, values: Tensor, scale: Tensor) -> Tensor:
         # Any divisor gives zeros where the scale is zero.
         scaled = values / torch.where(scale == 0, 1.0, scale)
         if self.dtype == "fp8":
-            return round_e4m3(scaled).float()
+            return round_to_e4m3(scaled)
         if self.dtype == "fp4":
             return round_e2m1(scaled)
         largest = _LARGEST[self.dtype]

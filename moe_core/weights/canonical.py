@@ -11,6 +11,9 @@ from moe_core.vocabulary import require_word
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
 ORIENTATIONS = ("out_in", "in_out")
 
+#: Tensors that have gate and up along axis 1.
+_ROWS = ("w13", "b13", "w13_scale", "w13_zero_point", "w13_global_scale")
+
 
 def canonical_rows(tensor: Tensor, layout: str, row_axis: int = 1) -> Tensor:
     """Rows of `w13`, `b13` or a scale as [gate; up].
@@ -49,6 +52,8 @@ def canonical_weights(
         orientation: `out_in` or `in_out`, for weights and block scales alike.
         gated: Whether `w13` holds two halves.
 
+    Scales of row tiles in another order than `gate_up` need the size of a tile: `loading.cut` reads them.
+
     Raises:
         SpecError: An unknown layout or orientation.
         WeightsError: The scales of `w13` cover tiles of rows and the layout is not `gate_up`.
@@ -59,13 +64,16 @@ def canonical_weights(
     }
     if not gated:
         return turned
-    scale = turned.get("w13_scale")
-    if layout != "gate_up" and scale is not None and scale.shape[1] != turned["w13"].shape[1]:
-        raise WeightsError(
-            f"w13_scale {list(scale.shape)}: scales of row tiles cannot be reordered from {layout!r}, since a tile may "
-            "hold rows of both halves; store gate and up apart, or as 'gate_up'"
-        )
+    for name in ("w13_scale", "w13_zero_point"):
+        scale = turned.get(name)
+        is_tiled = scale is not None and scale.dim() > 2 and scale.shape[1] != turned["w13"].shape[1]
+        if layout != "gate_up" and scale is not None and is_tiled:
+            raise WeightsError(
+                f"{name} {list(scale.shape)}: scales of row tiles cannot be reordered from {layout!r} without the size "
+                "of a tile; use moe_core.weights.loading.cut with StoredLayout(rows=...)"
+            )
     return {
-        name: canonical_rows(tensor, layout) if name in ("w13", "b13", "w13_scale") else tensor
+        # Two scales per expert are those of the halves, in the order of the rows.
+        name: canonical_rows(tensor, layout) if name in _ROWS and tensor.dim() > 1 else tensor
         for name, tensor in turned.items()
     }

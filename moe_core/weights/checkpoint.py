@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -39,8 +41,11 @@ class TensorSource(Protocol):
     """What the loader reads from: a checkpoint, or tensors in memory."""
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Collection[str]:
         """Names of all tensors."""
+
+    def under(self, module: str) -> frozenset[str]:
+        """Names of the tensors below one module."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
@@ -63,7 +68,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Find the files; a folder with `model.safetensors.index.json` is sharded.
+        """Find the files; a folder with `model.safetensors.index.json`, or one other such index, is sharded.
 
         Raises:
             WeightsError: No safetensors there, a shard is missing from the disk or from the index, or the index or the
@@ -73,11 +78,21 @@ class Checkpoint:
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._folder, self._file_of = self._find()
+        self._sorted = sorted(self._file_of)
+        self._names_in: dict[str, set[str]] = {}
+        for name, file in self._file_of.items():
+            self._names_in.setdefault(file, set()).add(name)
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Collection[str]:
         """Names of all tensors."""
-        return frozenset(self._file_of)
+        return self._file_of.keys()
+
+    def under(self, module: str) -> frozenset[str]:
+        """Names of the tensors below one module."""
+        first = bisect.bisect_left(self._sorted, f"{module}.")
+        # The character after the dot.
+        return frozenset(self._sorted[first : bisect.bisect_left(self._sorted, f"{module}/")])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
@@ -133,8 +148,7 @@ class Checkpoint:
         """The open file, in which everything lies that the index says."""
         if file not in self._open:
             shard = _open_file(self._folder / file)
-            named = {name for name, where in self._file_of.items() if where == file}
-            held = set(shard.keys())
+            named, held = self._names_in[file], set(shard.keys())
             if named != held:
                 _refuse_index(self._folder, file, absent=named - held, unnamed=held - named)
             self._open[file] = shard
@@ -144,8 +158,10 @@ class Checkpoint:
         if self.path.is_file():
             return self.path.parent, dict.fromkeys(_open_file(self.path).keys(), self.path.name)
         index = self.path / INDEX_FILE
-        if index.is_file():
-            return self.path, _read_index(index)
+        # Tools that name their files otherwise name the index after them.
+        others = [] if index.is_file() else sorted(self.path.glob("*.safetensors.index.json"))
+        if index.is_file() or len(others) == 1:
+            return self.path, _read_index(others[0] if others else index)
         files = sorted(file.name for file in self.path.glob("*.safetensors"))
         if SINGLE_FILE in files:
             files = [SINGLE_FILE]
@@ -163,9 +179,13 @@ class InMemory:
         self._tensors = tensors
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Collection[str]:
         """Names of all tensors."""
-        return frozenset(self._tensors)
+        return self._tensors.keys()
+
+    def under(self, module: str) -> frozenset[str]:
+        """Names of the tensors below one module; all of them below none."""
+        return frozenset(name for name in self._tensors if not module or name.startswith(f"{module}."))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""

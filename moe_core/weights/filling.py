@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from moe_core.errors import WeightsError
@@ -28,7 +30,12 @@ class Filler:
     """
 
     def __init__(
-        self, request: LayerRequest, experts: tuple[int, ...], layout: StoredLayout, device: torch.device | str
+        self,
+        request: LayerRequest,
+        experts: tuple[int, ...],
+        layout: StoredLayout,
+        device: torch.device | str,
+        projections: frozenset[str],
     ) -> None:
         """Nothing is allocated yet.
 
@@ -37,12 +44,17 @@ class Filler:
             experts: Global ids, in the order of the local rows; one id may be there twice.
             layout: How the checkpoint orders gate and up.
             device: Where the tensors will lie.
+            projections: Those to make, of `w13` and `w2`.
 
         Raises:
             WeightsError: The sizes cannot be stored in the scheme (an odd width of 4-bit values).
         """
         self._request, self._layout, self._device = request, layout, device
-        self._expected = expected_tensors(request, len(experts))
+        self._expected = {
+            name: expected
+            for name, expected in expected_tensors(request, len(experts)).items()
+            if f"w{name.partition('_')[0][1:]}" in projections
+        }
         self._local: dict[int, list[int]] = {}
         for local, expert in enumerate(experts):
             self._local.setdefault(expert, []).append(local)
@@ -50,13 +62,16 @@ class Filler:
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
 
-    def allocate(self, bias_dtypes: dict[str, set[torch.dtype]]) -> None:
+    def allocate(self, bias_dtypes: dict[str, set[torch.dtype]], without: Container[str] = ()) -> None:
         """Make the tensors: zeros, and ones for scales.
 
         Args:
             bias_dtypes: `b13` and `b2` -> dtypes in which they are stored; they keep theirs.
+            without: Tensors that are not to be made.
         """
         for name, expected in self._expected.items():
+            if name in without:
+                continue
             stored = bias_dtypes.get(name, set())
             if stored - set(expected.dtypes):
                 words = ", ".join(sorted(map(str, stored)))
@@ -129,7 +144,9 @@ class Filler:
         found = pieces.scalars(values, read)
         if values.numel() == 2 and self._layout.rows == "up_gate":
             found = found.flip(0)
-        if bool((~(found.isfinite() & (found > 0))).any()):
+        # The scale of a matrix of zeros may be zero; calibrated scales would make their experts zeros or NaN.
+        fine = found.isfinite() & ((found > 0) if role != "scale" else (found >= 0))
+        if not bool(fine.all()):
             stored = ", ".join(f"{value:g}" for value in values.double().flatten().tolist())
             raise WeightsError(f"{read.name}: expert {read.expert} has {stored}; expected finite numbers above zero")
         for local in self._local[read.expert]:

@@ -8,15 +8,17 @@ from typing import TypeAlias
 import attrs
 import torch
 
+from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError, WeightsError
 from moe_core.payloads import RawWeights, Tensor
-from moe_core.quant import QuantScheme, StoredLayer, StoredScheme
+from moe_core.quant import LayerQuant, QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
 from moe_core.weights.bands import StoredLayout, part_shape
 from moe_core.weights.checkpoint import InMemory, TensorSource
 from moe_core.weights.filling import Filler
-from moe_core.weights.names import Part, canonical_parts, find_parts
-from moe_core.weights.reads import Planner, Read, left_over
+from moe_core.weights.names import Part, canonical_parts, find_parts, names_below
+from moe_core.weights.reads import Planner, Read, left_over, matrix_size
+from moe_core.weights.storages import TENSORS
 
 #: `(bytes read, bytes to read)`, after each piece.
 Progress: TypeAlias = Callable[[int, int], None]
@@ -63,12 +65,14 @@ def load_experts(
     asked = StoredLayer(
         attrs.evolve(stored.w13, scheme=request.quant.w13), attrs.evolve(stored.w2, scheme=request.quant.w2)
     )
-    parts = find_parts(source.names, module, asked, gated=request.activation.gated, bias=request.bias)
-    unknown = left_over(source.names, module, parts, request.num_experts)
+    below = names_below(source, module)
+    parts = find_parts(below, module, asked, gated=request.activation.gated, bias=request.bias)
+    unknown = left_over(below, parts, request.num_experts)
     problems = [f"{name}: nothing of a layer with {request.num_experts} experts reads it" for name in unknown]
     job = _Job(
         source=source,
         where=module,
+        names=below,
         parts=parts,
         request=request,
         num_experts=request.num_experts,
@@ -82,19 +86,20 @@ def load_experts(
 
 
 def cut(
-    tensors: dict[str, Tensor], request: LayerRequest, tp_rank: int = 0, *, tiling: str | None = None
+    tensors: dict[str, Tensor], request: LayerRequest, tp_rank: int = 0, *, layout: StoredLayout | None = None
 ) -> dict[str, Tensor]:
     """One tensor-parallel rank's share of canonical tensors, with scales in the blocks of `request.local_quant`.
 
     Args:
-        tensors: Canonical tensors of the whole width I, any number of experts, rows as the activation says; scales in
-            the blocks of `request.quant`.
+        tensors: Canonical tensors of the whole width I and any number of experts, in the order and the orientation
+            that `layout` says; scales in the blocks of `request.quant`.
         request: The layer.
         tp_rank: The rank.
-        tiling: How `w13_scale` counts tiles of rows, see `StoredLayout`; needed where I is no multiple of them.
+        layout: What the shapes do not tell; default as in `load_experts`. How `w13_scale` counts tiles of rows is
+            needed where I is no multiple of them.
 
     Returns:
-        New tensors, as `load_experts` gives them.
+        Tensors as `load_experts` gives them, new ones but for weights of which the rank takes everything as it is.
 
     Raises:
         SpecError: A rank outside the request's sizes.
@@ -104,29 +109,82 @@ def cut(
     _check_request(request, stored, tp_rank)
     parts = canonical_parts(stored, gated=request.activation.gated, bias=request.bias)
     count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 1)
-    known = {part.find(frozenset(tensors), tensor, 0) for part in parts for tensor in part.tensors}
-    problems = [f"{name}: unknown" for name in sorted(set(tensors) - known)]
+    names = frozenset(tensors)
+    problems = [f"{name}: unknown" for name in left_over(names, parts, count)]
     device = next(iter(tensors.values())).device if tensors else "cpu"
     job = _Job(
         source=InMemory(tensors),
         where="canonical tensors",
+        names=names,
         parts=parts,
         request=request,
         num_experts=count,
         experts=tuple(range(count)),
         tp_rank=tp_rank,
-        layout=StoredLayout(tiling=tiling),
+        layout=layout or StoredLayout(),
         device=device,
+        kept=_unchanged(tensors, request, layout or StoredLayout()),
+    )
+    return _load(job, problems)
+
+
+def _unchanged(tensors: dict[str, Tensor], request: LayerRequest, layout: StoredLayout) -> dict[str, Tensor]:
+    """The weights that a copy would only double."""
+    in_order = layout.rows in (None, request.activation.row_order) and layout.orientation == "out_in"
+    return {name: tensors[name] for name in ("w13", "w2") if name in tensors and in_order and request.tp_size == 1}
+
+
+def load_matrix(source: TensorSource, module: str, stored: StoredScheme) -> dict[str, Tensor]:
+    """One matrix outside the experts (of attention, of a shared expert) as the canonical tensors of one expert's `w2`.
+
+    Args:
+        source: An open `Checkpoint`.
+        module: Dotted name of the module that holds it.
+        stored: How it is stored.
+
+    Returns:
+        `w2 [1, N, K]` in the stored form of the scheme, `w2_scale` and so on; a bias is not among them.
+
+    Raises:
+        WeightsError: Lists every tensor that is missing, misshapen, mistyped, unknown or of unusable content.
+    """
+    names = source.under(module)
+    part = Part(
+        projection="w2", halves=(0,), base=module, stacked=False, storage=stored, tensors=TENSORS[stored.storage]
+    )
+    rows, columns = matrix_size(source, names, part)
+    request = LayerRequest(
+        num_experts=1,
+        top_k=1,
+        hidden_size=rows,
+        intermediate_size=columns,
+        activation=ActivationSpec(gated=False),
+        quant=LayerQuant(QuantScheme.from_name("bf16"), stored.scheme),
+    )
+    unknown = [name for name in left_over(names, [part], 1) if name != f"{module}.bias"]
+    problems = [f"{name}: nothing of a matrix in storage {stored.storage} reads it" for name in unknown]
+    job = _Job(
+        source=source,
+        where=module,
+        names=names,
+        parts=[part],
+        request=request,
+        num_experts=1,
+        experts=(0,),
+        tp_rank=0,
+        layout=StoredLayout(),
+        device="cpu",
     )
     return _load(job, problems)
 
 
 @attrs.frozen(kw_only=True)
 class _Job:
-    """What is read from where for which rank; words as in `load_experts`."""
+    """What is read from where for which rank, and what is given back unread; words as in `load_experts`."""
 
     source: TensorSource
     where: str
+    names: frozenset[str]
     parts: Sequence[Part]
     request: LayerRequest
     num_experts: int
@@ -135,13 +193,16 @@ class _Job:
     layout: StoredLayout
     device: torch.device | str
     progress: Progress | None = None
+    kept: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
     """Plan, check, allocate, read; `problems` are those that are known before."""
-    filler = Filler(job.request, job.experts, job.layout, job.device)
+    projections = frozenset(part.projection for part in job.parts)
+    filler = Filler(job.request, job.experts, job.layout, job.device, projections)
     planner = Planner(
         source=job.source,
+        names=job.names,
         num_experts=job.num_experts,
         layout=job.layout,
         takes_b2=job.tp_rank == 0,
@@ -161,12 +222,13 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
     for read in reads:
         if read.tensor.role == "bias":
             bias_dtypes.setdefault(f"b{read.part.projection[1:]}", set()).add(job.source.dtype(read.name))
-    filler.allocate(bias_dtypes)
+    reads = [read for read in reads if read.name not in job.kept]
+    filler.allocate(bias_dtypes, without=job.kept)
     # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
     reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order[read.expert]))
     _run(job, reads, filler)
     _refuse(job.where, filler.problems)
-    return filler.tensors
+    return {**filler.tensors, **job.kept}
 
 
 def _run(job: _Job, reads: list[Read], filler: Filler) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
 from moe_core.errors import WeightsError
 from moe_core.quant import StoredLayer, StoredScheme
+from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.storages import BIAS, CANONICAL, TENSORS, StoredTensor
 
 #: Spellings of the projections: of gate and up, one after the other or together, and of down.
@@ -94,11 +95,26 @@ def experts_module(names: Iterable[str], layer: int | str) -> str:
     return fitting[0]
 
 
-def find_parts(names: frozenset[str], module: str, stored: StoredLayer, *, gated: bool, bias: bool) -> tuple[Part, ...]:
+def names_below(source: TensorSource, module: str) -> frozenset[str]:
+    """Names of the tensors below an experts module.
+
+    Raises:
+        WeightsError: There are none; lists the modules with experts.
+    """
+    below = source.under(module)
+    if not below:
+        found = _some(experts_modules(source.names)) or "no module"
+        raise WeightsError(f"no tensors under {module}; experts lie in {found}")
+    return below
+
+
+def find_parts(
+    below: Collection[str], module: str, stored: StoredLayer, *, gated: bool, bias: bool
+) -> tuple[Part, ...]:
     """The stored matrices of the experts in `module`.
 
     Args:
-        names: Names of the checkpoint's tensors.
+        below: Names of the tensors below the module; there are some.
         module: Dotted name of the experts module.
         stored: How both projections are stored.
         gated: Whether there is a gate.
@@ -107,9 +123,6 @@ def find_parts(names: frozenset[str], module: str, stored: StoredLayer, *, gated
     Raises:
         WeightsError: The names are of no known form; lists what is there.
     """
-    below = [name for name in names if name.startswith(f"{module}.")]
-    if not below:
-        raise WeightsError(f"no tensors under {module}; experts lie in {_some(experts_modules(names)) or 'no module'}")
     parts = []
     for projection, spellings, storage in (
         ("w13", _GATED if gated else _NOT_GATED, stored.w13),
@@ -161,7 +174,7 @@ def canonical_parts(stored: StoredLayer, *, gated: bool, bias: bool) -> tuple[Pa
     )
 
 
-def _is_there(below: list[str], module: str, word: str, stacked: bool) -> bool:
+def _is_there(below: Collection[str], module: str, word: str, stacked: bool) -> bool:
     middle = "" if stacked else r"\d+\."
     pattern = re.compile(rf"{re.escape(module)}\.{middle}{word}{'([._].+)?' if stacked else '[.].+'}")
     return any(pattern.fullmatch(name) for name in below)

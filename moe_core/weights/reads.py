@@ -6,6 +6,7 @@ Nothing is read here but names, shapes and dtypes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -17,6 +18,9 @@ from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.names import Part
 from moe_core.weights.spans import Cut, cut_elements, cut_tiles
 from moe_core.weights.storages import StoredTensor, allowed_dtypes, is_known, is_needed, values_per_index
+
+#: What is cut the same way for every expert: rows and columns, None where tiles do not fit.
+_Cuts: TypeAlias = dict[tuple[StoredTensor, Band, torch.dtype], tuple[Cut, Cut] | None]
 
 #: Roles whose tensors are read whole: one or two values per expert, or one per channel.
 _WHOLE_ROLES = ("global_scale", "input_scale", "group_index")
@@ -72,13 +76,15 @@ class Planner:
 
     Attributes:
         source: Where the tensors are.
+        names: Names of those that belong to the layer.
         num_experts: Experts of the layer.
         layout: What names and shapes do not tell.
-        has_bias: Whether this rank takes `b2`; the other tensor-parallel ranks have zeros, since ranks are summed.
+        takes_b2: Whether this rank takes `b2`; the other tensor-parallel ranks have zeros, since ranks are summed.
         problems: Everything that is missing, misshapen or mistyped; filled while planning.
     """
 
     source: TensorSource
+    names: frozenset[str]
     num_experts: int
     layout: StoredLayout
     takes_b2: bool
@@ -86,28 +92,27 @@ class Planner:
 
     def reads(self, part: Part, shape: PartShape, experts: Sequence[int]) -> Iterator[Read]:
         """The reads of one part, expert by expert."""
-        names = self.source.names
-        cuts: dict[tuple[StoredTensor, Band | None, torch.dtype], tuple[Cut, Cut] | None] = {}
-        checked: set[str] = set()
+        cuts: _Cuts = {}
+        # Name -> whether its shape and dtype are right: tensors of all experts are met again with every expert.
+        fits: dict[str, bool] = {}
         for expert in experts:
             for tensor in self._wanted(part):
-                name = part.find(names, tensor, expert)
+                name = part.find(self.names, tensor, expert)
                 if name is None:
-                    if is_needed(tensor, part.storage.scheme):
-                        wanted = next(part.spellings(tensor, expert))
-                        if wanted not in checked:
-                            self.problems.append(f"{wanted}: missing")
-                        checked.add(wanted)
+                    self._miss(part, tensor, expert)
                     continue
-                if name not in checked:
-                    checked.add(name)
+                if name not in fits:
                     problem = self._problem(name, part, shape, tensor)
-                    if problem:
+                    fits[name] = problem is None
+                    if problem is not None:
                         self.problems.append(problem)
-                        continue
-                elif any(problem.startswith(f"{name}: ") for problem in self.problems):
-                    continue
-                yield from self._of_tensor(part, shape, tensor, expert, name, cuts)
+                if fits[name]:
+                    yield from self._of_tensor(part, shape, tensor, expert, name, cuts)
+
+    def _miss(self, part: Part, tensor: StoredTensor, expert: int) -> None:
+        problem = f"{next(part.spellings(tensor, expert))}: missing"
+        if is_needed(tensor, part.storage.scheme) and problem not in self.problems:
+            self.problems.append(problem)
 
     def _wanted(self, part: Part) -> Iterator[StoredTensor]:
         scheme = part.storage.scheme
@@ -129,7 +134,7 @@ class Planner:
         tensor: StoredTensor,
         expert: int,
         name: str,
-        cuts: dict[tuple[StoredTensor, Band | None, torch.dtype], tuple[Cut, Cut] | None],
+        cuts: _Cuts,
     ) -> Iterator[Read]:
         dims, dtype = self.source.shape(name), self.source.dtype(name)
         lead = (slice(expert, expert + 1),) if part.stacked and self._is_led(dims, tensor, part) else ()
@@ -230,8 +235,8 @@ class Planner:
         return [(*lead, *sizes), *flat, *deep]
 
 
-def left_over(names: frozenset[str], module: str, parts: Sequence[Part], num_experts: int) -> list[str]:
-    """Names under `module` that no expert of the layer reads."""
+def left_over(names: frozenset[str], parts: Sequence[Part], num_experts: int) -> list[str]:
+    """Those of `names` that no expert of the layer reads."""
     known = {
         part.find(names, tensor, expert)
         for part in parts
@@ -239,7 +244,25 @@ def left_over(names: frozenset[str], module: str, parts: Sequence[Part], num_exp
         if is_known(tensor, part.storage.scheme)
         for expert in (range(1) if part.stacked else range(num_experts))
     }
-    return sorted(name for name in names if name.startswith(f"{module}.") and name not in known)
+    return sorted(names - known)
+
+
+def matrix_size(source: TensorSource, names: frozenset[str], part: Part) -> tuple[int, int]:
+    """Rows and columns of a single matrix, as far as its packing tells: a last word is taken to be full.
+
+    Raises:
+        WeightsError: It has no weight, or one that is no matrix.
+    """
+    tensor = next(tensor for tensor in part.tensors if tensor.role == "weight")
+    name = part.find(names, tensor, 0)
+    if name is None:
+        raise WeightsError(f"{next(part.spellings(tensor, 0))}: missing")
+    dims = source.shape(name)
+    if len(dims) != 2:
+        raise WeightsError(f"{name}: expected a matrix, got {list(dims)}")
+    per = values_per_index(tensor, part.storage.scheme, source.dtype(name))
+    rows, columns = reversed(dims) if tensor.transposed else dims
+    return (rows * per, columns) if tensor.packed == "rows" else (rows, columns * per)
 
 
 def _nbytes(slices: tuple[slice, ...], dtype: torch.dtype) -> int:

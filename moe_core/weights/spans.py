@@ -97,4 +97,13 @@ def cut_tiles(span: Span, block: int, tile: int, per: int = 1) -> Cut:
             f"blocks of {block} do not fit tiles of {tile} from position {span.start} on in steps of {span.step}: "
             "some tiles would need two scales; choose a tensor-parallel size whose shares end where blocks end"
         )
-    return Cut(read, blocks - read.start * per)
+    return Cut(read, _as_slice(blocks - read.start * per))
+
+
+def _as_slice(indices: Tensor) -> slice | Tensor:
+    """A slice where the indices are evenly apart: a view instead of a copy."""
+    first, *rest = indices[:2].tolist() or [0]
+    step = rest[0] - first if rest else 1
+    if step > 0 and torch.equal(indices, torch.arange(first, first + step * len(indices), step)):
+        return slice(first, first + step * len(indices), step)
+    return indices

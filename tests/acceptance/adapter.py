@@ -34,6 +34,7 @@ from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
 from moe_core.quant import QuantScheme
+from moe_core.weights.bands import StoredLayout
 from moe_core.weights.loading import cut
 from moe_core.weights.requantize import to_ue8m0
 
@@ -108,10 +109,11 @@ def make_weights(
         tensors = {name: tensor[owned] for name, tensor in tensors.items()}
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
     stored = attrs.evolve(request, quant=scheme({**ckpt, "ue8m0": False}, name))
-    share = cut(tensors, stored, tp_rank, tiling="apart" if ckpt.get("halves") else "through")
+    layout = StoredLayout(tiling="apart" if ckpt.get("halves") else "through")
+    share = cut(tensors, stored, tp_rank, layout=layout)
     if request.quant != stored.quant:
         share = to_ue8m0(share, stored.local_quant)
-    return RawWeights(tensors=share, handed_over=True)
+    return RawWeights(tensors=share)
 
 
 class BuiltLayer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import attrs
+import oracle
 import pytest
 import torch
 from layers import build, exact, random_tensors, random_tokens
+from quantized import QUANTS, random_quantized
 from reference_moe import rel
 
 from moe_core import LayerRequest, Workload
@@ -42,6 +44,20 @@ def test_numbers(mode: str, dtype: str, bias: bool, num_tokens: int) -> None:
     tensors, tokens = random_tensors(request), _tokens(request, num_tokens)
     output = build(request, tensors, device="cuda")(*tokens)
     assert rel(output.cpu().double(), _exact(request, tensors, tokens)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", QUANTS)
+def test_numbers_of_every_scheme(name: str, mode: str, num_tokens: int) -> None:
+    quant = QUANTS[name]
+    dtype = "fp16" if quant.w13.is_quantized and quant.w2.is_quantized else "bf16"
+    request = attrs.evolve(LAYER, hidden_size=72, dtype=dtype, quant=quant, bias=True, a2a_backend=f"none.{mode}")
+    tensors, meaning = random_quantized(request)
+    tokens = _tokens(request, num_tokens)
+    output = build(request, tensors, device="cuda")(*tokens).cpu()
+    want = oracle.layer(*(tensor.cpu() for tensor in tokens), meaning, request.activation)
+    assert rel(output.double(), want) < TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("mode", MODES)

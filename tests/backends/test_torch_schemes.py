@@ -11,6 +11,7 @@ import torch
 from layers import build, random_tokens
 from quantized import QUANTS, random_quantized
 
+from benchmarks.quantized_cpu import peak_bytes
 from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.activation import SWIGLU_OAI, ActivationSpec
 from moe_core.errors import ResolutionError
@@ -148,3 +149,30 @@ def test_one_scale_for_all_rows_is_not_deterministic() -> None:
     request = _request(QUANTS["fp8_tensor_dynamic"], deterministic=True)
     with pytest.raises(ResolutionError, match="one scale for all rows of a batch"):
         build(request, random_quantized(request)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["w8a8_int8", "fp8_block128", "fp8_row_per_token", "w4a8_int8", "nvfp4", "mxfp4_w4a16"]
+)
+def test_no_more_than_one_expert_is_dequantized_at_a_time(name: str) -> None:
+    request = _request(QUANTS[name], num_experts=3, hidden_size=768, intermediate_size=768)
+    layer, tokens = build(request, random_quantized(request)[0]), random_tokens(request, 6)
+    layer(*tokens)
+    one_expert = 4 * 3 * 768 * 768
+    assert peak_bytes(lambda: layer(*tokens)) < one_expert
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_tile_ue8m0", "fp8_tensor_dynamic", "int4_groups_zero", "mxfp4", "nvfp4", "w4a4_and_w8a8"]
+)
+def test_full_graph_of_named_and_unnamed_schemes(name: str) -> None:
+    request = _request(QUANTS[name], bias=True)
+    tensors, meaning = random_quantized(request)
+    layer = build(request, tensors)
+    # Each layer is compiled anew; the compiler counts them as one function.
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seed in (1, 2):
+        tokens = random_tokens(request, 9, seed)
+        want = oracle.layer(*tokens, meaning, request.activation)
+        assert oracle.relative_error(compiled(*tokens), want) < _TOLERANCE[request.dtype]

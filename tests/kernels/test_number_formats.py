@@ -6,14 +6,28 @@ import math
 
 import pytest
 import torch
-from reference_moe import ceil_pow2, decode_e2m1, decode_e8m0, floor_log2, int4_values, pow2, to_e2m1, to_e4m3fn
+from reference_moe import (
+    ceil_pow2,
+    decode_e2m1,
+    decode_e4m3fn,
+    decode_e8m0,
+    floor_log2,
+    int4_values,
+    pow2,
+    to_e2m1,
+    to_e4m3fn,
+)
 
 from moe_core.kernels.number_formats import (
-    PAIRS,
+    E4M3_BITS_UNIT,
+    byte_pairs,
+    e4m3_bits,
+    has_e4m3_nan,
     power_of_two_above,
     power_of_two_below,
     round_e2m1,
     round_e4m3,
+    round_to_e4m3,
     scale_values,
 )
 
@@ -21,8 +35,9 @@ _BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def test_packed_bytes_hold_the_first_element_in_the_low_nibble() -> None:
-    assert torch.equal(PAIRS["fp4"].double(), torch.stack([decode_e2m1(_BYTES & 15), decode_e2m1(_BYTES >> 4)], 1))
-    assert torch.equal(PAIRS["int4"].double(), torch.stack([int4_values(_BYTES & 15), int4_values(_BYTES >> 4)], 1))
+    for word, decode in (("fp4", decode_e2m1), ("int4", int4_values)):
+        pairs = byte_pairs(word, torch.device("cpu")).view(256, 1).view(torch.float32)
+        assert torch.equal(pairs.double(), torch.stack([decode(_BYTES & 15), decode(_BYTES >> 4)], 1).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
@@ -44,5 +59,14 @@ def test_roundings_have_ties_to_even_and_saturate() -> None:
     grid = torch.arange(-9, 9, 1 / 1024)
     assert torch.equal(round_e2m1(grid).double(), to_e2m1(grid))
     wide = torch.cat([grid / 64, grid * 64, torch.tensor([448.0, 463.9, 464.0, 1e30, math.inf, -math.inf])])
-    assert torch.equal(round_e4m3(wide).double(), to_e4m3fn(wide))
-    assert round_e4m3(torch.tensor([math.nan])).float().isnan()
+    for round_ in (round_e4m3, round_to_e4m3):
+        assert torch.equal(round_(wide).double(), to_e4m3fn(wide))
+        assert round_(torch.tensor([math.nan])).float().isnan()
+
+
+def test_e4m3_on_the_bits() -> None:
+    codes = _BYTES[(_BYTES & 127) != 127].view(torch.float8_e4m3fn)
+    assert torch.equal(e4m3_bits(codes).double() * E4M3_BITS_UNIT, decode_e4m3fn(codes.view(torch.uint8)))
+    assert not has_e4m3_nan(codes)
+    assert has_e4m3_nan(_BYTES[:128].view(torch.float8_e4m3fn))
+    assert has_e4m3_nan(_BYTES[128:].view(torch.float8_e4m3fn))

@@ -107,9 +107,10 @@ def _integers(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unsigned codes, scales, unsigned zero points and values."""
     size = grid(rows, columns, scheme.weight_block)
-    codes = _codes(g, rows, columns, 0, 15)
+    top = 16 if scheme.weight_dtype == "int4" else 256
+    codes = _codes(g, rows, columns, 0, top - 1)
     scale = _scales(g, size, "fp32").half()
-    zeros = torch.randint(1, 15, size, generator=g) if scheme.zero_point else torch.full(size, 8)
+    zeros = torch.randint(1, top - 1, size, generator=g) if scheme.zero_point else torch.full(size, top // 2)
     block = scheme.weight_block
     values = (codes - spread(zeros, block, rows, columns)) * spread(scale.double(), block, rows, columns)
     return codes, scale, zeros, values
@@ -117,9 +118,14 @@ def _integers(
 
 def packed(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Matrix:
     codes, scale, zeros, values = _integers(g, rows, columns, scheme)
-    tensors = {"weight_packed": words(codes, 1), "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
+    bits = 4 if scheme.weight_dtype == "int4" else 8
+    tensors = {
+        "weight_packed": words(codes, 1, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
     if scheme.zero_point:
-        tensors["weight_zero_point"] = words(zeros, 0)
+        tensors["weight_zero_point"] = words(zeros, 0, bits)
     return Matrix(tensors, values)
 
 
@@ -128,8 +134,8 @@ def gptq(lowered: int) -> Writer:
         codes, scale, zeros, values = _integers(g, rows, columns, scheme)
         group = columns if scheme.weight_block[1] == WHOLE else scheme.weight_block[1]
         tensors = {
-            "qweight": words(codes.T, 0),
-            "qzeros": words(zeros.T - lowered, 1),
+            "qweight": words(codes.T, 0, 4 if scheme.weight_dtype == "int4" else 8),
+            "qzeros": words(zeros.T - lowered, 1, 4 if scheme.weight_dtype == "int4" else 8),
             "scales": scale.T.contiguous(),
             "g_idx": (torch.arange(columns) // group).int(),
         }

@@ -43,6 +43,12 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
         assert torch.equal(Checkpoint(path).read("t1"), TENSORS["t1"])
 
 
+def test_an_index_of_another_name(tmp_path: Path) -> None:
+    save(tmp_path, TENSORS, 2)
+    (tmp_path / INDEX_FILE).rename(tmp_path / "quant_model_weights.safetensors.index.json")
+    assert torch.equal(Checkpoint(tmp_path).read("t5"), TENSORS["t5"])
+
+
 def test_other_formats_beside_the_shards_do_not_matter(tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 2)
     (tmp_path / "consolidated.safetensors").write_bytes(b"something else")

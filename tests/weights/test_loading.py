@@ -5,9 +5,10 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from loaded_experts import check, make_request, stored_layer, wanted_share
-from stored_experts import write_layer
+from loaded_experts import check, make_request, stored_layer, values_of, wanted_share
+from stored_experts import WRITERS, save, write_layer
 
+from moe_core.errors import WeightsError
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
@@ -20,16 +21,19 @@ from moe_core.quant import (
     W4A8_INT8,
     W8A8_INT8,
     WHOLE,
+    LayerQuant,
     QuantScheme,
+    StoredScheme,
 )
 from moe_core.weights.checkpoint import Checkpoint
-from moe_core.weights.loading import cut, load_experts
+from moe_core.weights.loading import cut, load_experts, load_matrix
 
 MODULE = "model.layers.0.mlp.experts"
 
 TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
 PER_TENSOR = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE), activation_scaling="static", activation_group=0)
 INT4_GROUPS = QuantScheme(weight_dtype="int4", weight_block=(1, 32), weight_scale="fp32")
+INT8_ZEROS = attrs.evolve(INT4_GROUPS, weight_dtype="int8", zero_point=True)
 INT4_ZEROS = attrs.evolve(INT4_GROUPS, zero_point=True)
 
 CASES = [
@@ -43,6 +47,8 @@ CASES = [
     ("compressed_tensors_packed", INT4_GROUPS),
     ("compressed_tensors_packed", INT4_ZEROS),
     ("compressed_tensors_packed", W4A8_INT8),
+    ("compressed_tensors_packed", INT8_ZEROS),
+    ("gptq", INT8_ZEROS),
     ("compressed_tensors_nvfp4", NVFP4),
     ("compressed_tensors_nvfp4", NVFP4_W4A16),
     ("compressed_tensors_mxfp4", MXFP4_W4A16),
@@ -98,3 +104,56 @@ def test_canonical_tensors_are_cut_like_files(storage: str, scheme: QuantScheme,
             assert from_file.keys() == in_memory.keys()
             for name, tensor in from_file.items():
                 assert torch.equal(tensor.view(torch.uint8), in_memory[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("storage", "scheme"), CASES, ids=IDS)
+def test_a_matrix_outside_the_experts(storage: str, scheme: QuantScheme, tmp_path: Path) -> None:
+    module = "model.layers.0.self_attn.o_proj"
+    matrix = WRITERS[storage](torch.Generator().manual_seed(4), 64, 96, scheme)
+    tensors = {f"{module}.{suffix}": tensor for suffix, tensor in matrix.tensors.items()}
+    save(tmp_path, tensors | {f"{module}.bias": torch.zeros(64), f"{module}_norm.weight": torch.zeros(3)})
+    with Checkpoint(tmp_path) as checkpoint:
+        loaded = load_matrix(checkpoint, module, StoredScheme(scheme, storage))
+    assert {name.partition("_")[0] for name in loaded} == {"w2"}
+    values = values_of(loaded, make_request(LayerQuant(BF16, scheme)), "w2")
+    torch.testing.assert_close(values[0], matrix.values, rtol=1e-14, atol=0)
+
+
+@pytest.mark.error_path
+def test_a_matrix_that_does_not_fit(tmp_path: Path) -> None:
+    save(tmp_path, {"o.weight": torch.zeros(4, 4, dtype=torch.int8), "o.x": torch.zeros(1), "p.y": torch.zeros(1)})
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(WeightsError) as caught:
+            load_matrix(checkpoint, "o", StoredScheme(W8A8_INT8, "scaled"))
+        assert str(caught.value).splitlines() == [
+            "o: the weights do not fit; nothing was loaded:",
+            "  o.x: nothing of a matrix in storage scaled reads it",
+            "  o.weight_scale: missing",
+        ]
+        with pytest.raises(WeightsError, match=r"p.weight: missing"):
+            load_matrix(checkpoint, "p", StoredScheme(BF16))
+
+
+@pytest.mark.parametrize(
+    ("storage", "scheme"),
+    [(storage, scheme) for storage, scheme in CASES if scheme in (INT4_ZEROS, INT8_ZEROS)],
+    ids=lambda value: value if isinstance(value, str) else value.weight_dtype,
+)
+def test_padding_inside_a_group_means_zero(storage: str, scheme: QuantScheme, tmp_path: Path) -> None:
+    # The last of four shares has 14 channels in a group of 16 whose zero point is not the code 0.
+    request = make_request(scheme, 62, tp_size=4)
+    stored = write_layer(tmp_path, request, (storage, storage))
+    with Checkpoint(tmp_path) as checkpoint:
+        weights = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), tp_rank=3)
+    assert weights.tensors["w2_zero_point"].any()
+    check(weights, request, wanted_share(stored, request, (0, 1, 2), 3))
+
+
+def test_scales_of_padding_are_one(tmp_path: Path) -> None:
+    for scheme, one in ((W8A8_INT8, 1.0), (MXFP8, 127)):
+        request = make_request(scheme, 9, tp_size=8)
+        write_layer(tmp_path, request, ("scaled", "scaled"))
+        with Checkpoint(tmp_path) as checkpoint:
+            tensors = load_experts(checkpoint, MODULE, request, stored_layer(request, "scaled"), tp_rank=7).tensors
+        assert not tensors["w13"].view(torch.uint8).any()
+        assert bool((tensors["w13_scale"] == one).all())

@@ -3,14 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from loaded_experts import check, make_request, stored_layer, wanted_share
-from stored_experts import write_layer
+from stored_experts import save, write_layer
 
 from moe_core.errors import WeightsError
 from moe_core.quant import BF16, FP8_BLOCK128, StoredLayer, StoredScheme
-from moe_core.weights.checkpoint import Checkpoint
+from moe_core.weights.checkpoint import Checkpoint, InMemory
 from moe_core.weights.loading import load_experts
-from moe_core.weights.names import experts_module, experts_modules, find_parts
+from moe_core.weights.names import experts_module, experts_modules, find_parts, names_below
 
 MODULES = [
     "model.layers.3.mlp.experts",
@@ -71,7 +72,7 @@ STORED = StoredLayer(StoredScheme(FP8_BLOCK128, "scaled"), StoredScheme(FP8_BLOC
 @pytest.mark.error_path
 def test_a_module_without_tensors() -> None:
     with pytest.raises(WeightsError, match=r"no tensors under model.experts; experts lie in model.layers.3"):
-        find_parts(frozenset(NAMES), "model.experts", STORED, gated=True, bias=False)
+        names_below(InMemory(dict.fromkeys(NAMES, torch.zeros(1))), "model.experts")
 
 
 @pytest.mark.error_path
@@ -81,12 +82,11 @@ def test_projections_of_unknown_names() -> None:
         find_parts(names, "experts", STORED, gated=True, bias=False)
 
 
-def test_experts_of_other_layers_are_not_read() -> None:
-    names = frozenset({"layers.1.experts.0.w1.weight", "layers.1.experts.0.w3.weight", "layers.1.experts.0.w2.weight"})
-    more = frozenset({"layers.11.experts.0.w1.weight"})
-    parts = find_parts(names | more, "layers.1.experts", STORED, gated=True, bias=False)
-    assert [(part.projection, part.halves, part.base) for part in parts] == [
-        ("w13", (0,), "layers.1.experts.{}.w1"),
-        ("w13", (1,), "layers.1.experts.{}.w3"),
-        ("w2", (0,), "layers.1.experts.{}.w2"),
-    ]
+def test_experts_of_other_layers_are_not_read(tmp_path: Path) -> None:
+    request = make_request(BF16)
+    stored = write_layer(tmp_path, request, ("plain", "plain"), module="layers.1.experts")
+    save(tmp_path, stored.tensors | {"layers.1.experts_norm": torch.ones(2), "layers.11.experts.0.w1.x": torch.ones(2)})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.under("layers.1.experts") == stored.tensors.keys()
+        weights = load_experts(checkpoint, "layers.1.experts", request, stored_layer(request, "plain"))
+    check(weights, request, wanted_share(stored, request, (0, 1, 2), 0))

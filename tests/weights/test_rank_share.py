@@ -14,6 +14,7 @@ from stored_experts import save, write_layer
 
 from moe_core.placement import ExpertPlacement
 from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, W4A8_INT8, W8A8_INT8, LayerQuant, StoredLayer, StoredScheme
+from moe_core.weights.bands import StoredLayout
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import cut, load_experts
 
@@ -170,3 +171,19 @@ def test_what_is_cut_in_memory_is_not_changed(tmp_path: Path) -> None:
         tensor.view(torch.uint8).fill_(7)
     for name, tensor in full.items():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_a_cut_gives_back_whole_weights_and_makes_scales(tmp_path: Path) -> None:
+    # 96 gate rows end inside a tile of 64.
+    request = make_request(attrs.evolve(FP8_BLOCK128, weight_block=(64, 32)))
+    g = torch.Generator().manual_seed(4)
+    full = {
+        "w13": torch.randn(3, 192, 64, generator=g).to(torch.float8_e4m3fn),
+        "w13_scale": torch.rand(3, 3, 2, generator=g),
+        "w2": torch.randn(3, 64, 96, generator=g).to(torch.float8_e4m3fn),
+        "w2_scale": torch.rand(3, 1, 3, generator=g),
+    }
+    share = cut(full, request, layout=StoredLayout(tiling="through"))
+    assert share["w13"] is full["w13"]
+    assert share["w2"] is full["w2"]
+    assert torch.equal(share["w13_scale"], full["w13_scale"].repeat_interleave(2, dim=1))

@@ -150,17 +150,20 @@ def test_a_layer_without_gate(tmp_path: Path) -> None:
             torch.testing.assert_close(values_of(tensors, request, projection), values, rtol=1e-14, atol=0)
 
 
-def test_tiles_of_canonical_tensors_are_repeated_into_smaller_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("in_out", [False, True])
+def test_tiles_in_memory_are_repeated_into_smaller_ones(order: str, in_out: bool, tmp_path: Path) -> None:
     request = make_request(TILES, 48)
-    stored = write_stacked(tmp_path, request, "scaled")
+    stored = write_stacked(tmp_path, request, "scaled", order=order, in_out=in_out)
     full = {
         "w13": stored.tensors[f"{MODULE}.gate_up_proj"],
         "w13_scale": stored.tensors[f"{MODULE}.gate_up_proj_scale_inv"],
         "w2": stored.tensors[f"{MODULE}.down_proj"],
         "w2_scale": stored.tensors[f"{MODULE}.down_proj_scale_inv"],
     }
-    assert full["w13_scale"].shape == (3, 3, 2)
-    tensors = cut(full, request, tiling="through")
+    assert full["w13_scale"].shape == ((3, 2, 3) if in_out else (3, 3, 2))
+    layout = StoredLayout(rows=order, orientation="in_out" if in_out else "out_in", tiling="through")
+    tensors = cut(full, request, layout=layout)
     assert tensors["w13_scale"].shape == (3, 6, 2)
     wanted = wanted_share(stored, request, (0, 1, 2), 0)
     torch.testing.assert_close(values_of(tensors, request, "w13"), wanted[0], rtol=1e-14, atol=0)
@@ -193,3 +196,54 @@ def test_tiles_that_would_need_two_scales(
     write_stacked(tmp_path, request, "scaled")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=match):
         load_experts(checkpoint, MODULE, request, stored_layer(request, "scaled"), layout=layout)
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 1), (3, 1, 2), (3,), (3, 1, 1), ()])
+def test_scales_of_whole_matrices(order: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    dynamic = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE))
+    request = make_request(dynamic, 32)
+    codes = torch.arange(1.0, 4.0)[:, None, None].expand(3, 64, 64).to(torch.float8_e4m3fn)
+    scale = torch.arange(1.0, 7.0)[: torch.Size(shape).numel()].view(shape)
+    tensors = {
+        f"{MODULE}.gate_up_proj": codes,
+        f"{MODULE}.gate_up_proj_scale_inv": scale,
+        f"{MODULE}.down_proj": codes[:, :, :32],
+        f"{MODULE}.down_proj_scale_inv": torch.tensor(0.5),
+    }
+    save(tmp_path, tensors)
+    with Checkpoint(tmp_path) as checkpoint:
+        layer = stored_layer(request, "scaled")
+        loaded = load_experts(checkpoint, MODULE, request, layer, layout=StoredLayout(rows=order)).tensors
+    halves = scale.reshape(-1, 2) if 2 in shape else scale.reshape(-1, 1).expand(-1, 2)
+    wanted = halves.flip(1) if order == "up_gate" else halves
+    assert torch.equal(loaded["w13_scale"], wanted.expand(3, 2))
+    assert torch.equal(loaded["w2_scale"], torch.full((3, 1), 0.5))
+
+
+@pytest.mark.error_path
+def test_a_tile_over_the_end_of_a_padded_share(tmp_path: Path) -> None:
+    # Two shares of 32 rows, the second padded; up rows begin at row 63, inside a tile that ends at 64.
+    scheme = attrs.evolve(FP8_BLOCK128, weight_block=(64, 32))
+    request = make_request(scheme, 63, tp_size=2)
+    write_stacked(tmp_path, request, "scaled")
+    layer, layout = stored_layer(request, "scaled"), StoredLayout(tiling="through")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="blocks of 64 do not fit tiles of 32"):
+        load_experts(checkpoint, MODULE, request, layer, layout=layout)
+
+
+@pytest.mark.error_path
+def test_a_scale_of_a_whole_matrix_is_finite(tmp_path: Path) -> None:
+    request = make_request(attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE)), 32)
+    stored = write_stacked(tmp_path, request, "scaled")
+    scales = stored.tensors[f"{MODULE}.down_proj_scale_inv"]
+    for value in (0.0, float("nan")):
+        scales[1] = value
+        save(tmp_path, stored.tensors)
+        with Checkpoint(tmp_path) as checkpoint:
+            if value == 0.0:
+                loaded = load_experts(checkpoint, MODULE, request, stored_layer(request, "scaled"))
+                assert torch.equal(loaded.tensors["w2_scale"][:, 0], scales)
+                continue
+            with pytest.raises(WeightsError, match=r"down_proj_scale_inv: expert 1 has nan; expected finite"):
+                load_experts(checkpoint, MODULE, request, stored_layer(request, "scaled"))

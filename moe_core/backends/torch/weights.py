@@ -1,4 +1,4 @@
-"""Preparation for the torch runners: weights as they are stored; scales that a whole row shares become output scales."""
+"""Preparation for the torch runners: weights as they are stored, scales that a whole row shares as output scales."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
 
     What is computed from raw tensors is a prepared tensor too, so that a reload refreshes it.
     """
+    raw, quant = weights.tensors, plan.request.local_quant
     interleaved = plan.request.activation.row_order == "interleaved"
-    quant = plan.request.local_quant
     tensors = {
-        name: PreparedTensor(data=weights.tensors[name], owned=False)
-        for name in ("b13", "b2")
-        if name in weights.tensors
+        **_projection("w13", quant.w13, raw, interleaved),
+        **_projection("w2", quant.w2, raw, interleaved=False),
+        **{name: PreparedTensor(data=raw[name], owned=False) for name in raw if name.startswith("b")},
     }
-    for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
-        tensors |= _projection(name, scheme, weights.tensors, interleaved)
     if out is None:
         return PreparedWeights(
             layout=plan.weight_layout,
@@ -35,7 +33,7 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
         out[name].copy_(tensor.data)
     out.activation, out.post_norm = weights.activation, weights.post_norm
     if weights.release is not None:
-        for expert in range(weights.tensors["w13"].shape[0]):
+        for expert in range(raw["w13"].shape[0]):
             weights.release(expert)
     return out
 

@@ -6,17 +6,18 @@ or its pickles, and they go when the module goes.
 
 from __future__ import annotations
 
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import attrs
 import torch
 
 from moe_core.environment import Environment
-from moe_core.errors import UnsupportedModelError
+from moe_core.errors import InputError, UnsupportedModelError
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
-from moe_core.integrations.transformers.traits import is_experts, local_parameters
+from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
+from moe_core.integrations.transformers.traits import DTYPE_NAMES, configured_top_k, is_experts, local_parameters
 from moe_core.manager import BackendManager, default_manager
-from moe_core.model_config import SIZE_NAMES
 from moe_core.payloads import Tensor
 
 
@@ -32,6 +33,7 @@ def prepare(
 
     A module that is not prepared so is prepared at its first call, without pins. Which implementation the model selects
     is left as it is. Call again after replacing a gate or an activation function; replaced parameters are noticed.
+    Experts that `load_model` brought are prepared already; they are listed too.
 
     Args:
         model: Any module that contains experts modules of transformers.
@@ -47,37 +49,49 @@ def prepare(
         UnsupportedModelError: No experts module, or one with a trait that is not understood, or whose own forward
             computes something else than its flags say.
         ResolutionError: Nothing fits, or a pin does not; the message lists candidates and reasons.
-        InputError: The environment is of another device type than the parameters.
+        InputError: The environment is of another device type than the parameters, or it or a pin is given for
+            experts that `load_model` has prepared.
     """
-    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if not experts:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no experts module that transformers dispatches by experts_implementation; "
-            "classes are decorated with use_experts_implementation for that"
-        )
     preparer = Preparer(
         manager=manager or default_manager(),
         environment=environment,
         a2a_backend=a2a_backend,
         runner_backend=runner_backend,
     )
-    top_ks = {name: _configured_top_k(module) for name, module in experts.items()}
-    prepared = {name: preparer.prepare(module, top_ks[name]) for name, module in experts.items()}
+    loaded = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    if loaded and (environment, a2a_backend, runner_backend, manager) != (None,) * 4:
+        raise InputError(
+            f"the quantized experts of {', '.join(loaded)} were prepared when they were loaded; give the pins and the "
+            "environment to load_model"
+        )
+    return {name: module.prepared for name, module in loaded.items()} | prepare_modules(model, preparer, bool(loaded))
+
+
+def prepare_modules(
+    model: torch.nn.Module, preparer: Preparer, may_be_none: bool = False
+) -> dict[str, PreparedExperts]:
+    """`prepare` with the choices of `preparer`, for the modules whose weights are their own."""
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not experts and not may_be_none:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts module that transformers dispatches by experts_implementation; "
+            "classes are decorated with use_experts_implementation for that"
+        )
+    calls = {name: (configured_top_k(module), _configured_dtype(module)) for name, module in experts.items()}
+    prepared = {name: preparer.prepare(module, *calls[name]) for name, module in experts.items()}
     for name, module in experts.items():
-        _BESIDE[module] = _Beside.of(module, preparer, {top_ks[name]: prepared[name]})
+        _BESIDE[module] = _Beside.of(module, preparer, {calls[name]: prepared[name]})
     return prepared
 
 
 def experts_forward(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function behind `experts_implementation="moe_core"`; contract as in `PreparedExperts.__call__`.
-
-    Inference only: a backward through the result raises `InputError`.
-    """
-    prepared: PreparedExperts = _prepared(self, top_k_index.shape[1])
-    if torch.is_grad_enabled() and not hidden_states.requires_grad:
-        # Gradients may be wanted of the weights alone; only a differentiable input makes the backward raise.
-        hidden_states = hidden_states.detach().requires_grad_()
+    """The function behind `experts_implementation="moe_core"`; contract as in `PreparedExperts.__call__`."""
+    prepared: PreparedExperts = _prepared(self, (top_k_index.shape[1], hidden_states.dtype))
     return prepared(hidden_states, top_k_index, top_k_weights)
+
+
+#: What the arguments of a call tell about the layer: experts per token, and the dtype of the tokens.
+_Call: TypeAlias = tuple[int, torch.dtype]
 
 
 @attrs.define(eq=False)
@@ -88,35 +102,35 @@ class _Beside:
     """
 
     preparer: Preparer
-    by_top_k: dict[int, PreparedExperts]
+    by_call: dict[_Call, PreparedExperts]
     seen: tuple[Tensor, ...]
     stamp: tuple[object, ...]
     has_copies: bool
 
     @classmethod
-    def of(cls, module: torch.nn.Module, preparer: Preparer, by_top_k: dict[int, PreparedExperts]) -> _Beside:
-        tensors = (t for prepared in by_top_k.values() for t in prepared.bound.weights.tensors.values())
+    def of(cls, module: torch.nn.Module, preparer: Preparer, by_call: dict[_Call, PreparedExperts]) -> _Beside:
+        tensors = (t for prepared in by_call.values() for t in prepared.bound.weights.tensors.values())
         has_copies = any(tensor.owned for tensor in tensors)
         seen = tuple(parameter.detach() for parameter in local_parameters(module).values())
-        return cls(preparer, by_top_k, seen, _stamp(module, has_copies), has_copies)
+        return cls(preparer, by_call, seen, _stamp(module, has_copies), has_copies)
 
 
 _BESIDE: WeakKeyDictionary[torch.nn.Module, _Beside] = WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepared(module: torch.nn.Module, top_k: int) -> PreparedExperts:
+def _prepared(module: torch.nn.Module, call: _Call) -> PreparedExperts:
     beside = _BESIDE.get(module)
     if beside is not None and beside.stamp == _stamp(module, beside.has_copies):
-        by_top_k = beside.by_top_k
-        if top_k in by_top_k:
-            return by_top_k[top_k]
+        by_call = beside.by_call
+        if call in by_call:
+            return by_call[call]
     else:
-        by_top_k = {}
+        by_call = {}
     preparer = beside.preparer if beside is not None else Preparer(manager=default_manager())
-    by_top_k = {**by_top_k, top_k: preparer.prepare(module, top_k, by_top_k.values())}
-    _BESIDE[module] = _Beside.of(module, preparer, by_top_k)
-    return by_top_k[top_k]
+    by_call = {**by_call, call: preparer.prepare(module, *call, by_call.values())}
+    _BESIDE[module] = _Beside.of(module, preparer, by_call)
+    return by_call[call]
 
 
 def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[object, ...]:
@@ -128,8 +142,12 @@ def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[object, ...]:
     return stamp
 
 
-def _configured_top_k(module: torch.nn.Module) -> int:
-    """What the module's configuration says; a wrong one costs a second resolution at the first call, no more."""
-    config = getattr(module, "config", None)
-    found = (getattr(config, name, None) for name in SIZE_NAMES["top_k"])
-    return next((value for value in found if isinstance(value, int) and value > 0), 1)
+def _configured_dtype(module: torch.nn.Module) -> torch.dtype:
+    """What to expect; a wrong one costs a second resolution at the first call, no more.
+
+    Experts of floats have the dtype of their weights; quantized ones that of the model around them.
+    """
+    weights = [parameter for name, parameter in local_parameters(module).items() if name.endswith("_proj")]
+    floats = [weight.dtype for weight in weights if weight.dtype in DTYPE_NAMES]
+    configured = getattr(getattr(module, "config", None), "dtype", None)
+    return next((dtype for dtype in (*floats, configured) if dtype in DTYPE_NAMES), torch.bfloat16)

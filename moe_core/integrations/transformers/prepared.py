@@ -23,7 +23,7 @@ from moe_core.weights.expected import check_weights
 
 @attrs.define(eq=False, kw_only=True)
 class PreparedExperts:
-    """One experts module, resolved and bound for one top-k.
+    """One experts module, resolved and bound for one top-k and dtype of tokens.
 
     Attributes:
         plan: The finished choice.
@@ -40,16 +40,19 @@ class PreparedExperts:
         return f"<PreparedExperts {'; '.join(map(str, self.plan.routes))}>"
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run the experts on transformers' arguments.
+        """Run the experts on transformers' arguments; inference only: a backward raises `InputError`.
 
         Args:
-            hidden_states: `[T, H]` in the dtype of the weights.
+            hidden_states: `[T, H]` in the layer's dtype: that of the weights, if they are floats.
             top_k_index: `[T, K]` integer ids of this rank's experts; any id out of range means "not on this rank".
             top_k_weights: `[T, K]`, any float dtype.
 
         Returns:
             `[T, H]`, dtype of `hidden_states`.
         """
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            # Gradients may be wanted of the weights alone; only a differentiable input makes the backward raise.
+            hidden_states = hidden_states.detach().requires_grad_()
         num_experts, top_k = self.plan.request.num_experts, self.plan.request.top_k
         # Expert parallelism marks experts of other ranks by one id past the last; backends know -1 alone.
         local = top_k_index.clamp(0, num_experts - 1) == top_k_index
@@ -82,16 +85,19 @@ class Preparer:
     _planned: dict[tuple[str, LayerRequest], tuple[MoEPlan, Decision]] = attrs.field(factory=dict, init=False)
     _checked: set[tuple[type, ExpertsLayout]] = attrs.field(factory=set, init=False)
 
-    def prepare(self, module: torch.nn.Module, top_k: int, others: Iterable[PreparedExperts] = ()) -> PreparedExperts:
+    def prepare(
+        self, module: torch.nn.Module, top_k: int, dtype: torch.dtype, others: Iterable[PreparedExperts] = ()
+    ) -> PreparedExperts:
         """Read, resolve, bind and check one experts module.
 
         Args:
             module: The module; left as it is.
             top_k: Experts per token.
-            others: The same module prepared for other numbers; their weights are used again where the layout fits.
+            dtype: Of the tokens, where the weights do not tell it.
+            others: The same module prepared for other calls; their weights are used again where the layout fits.
         """
-        layout = read_layout(module)
-        plan, decision = self._plan(layout, top_k)
+        layout = read_layout(module, dtype)
+        plan, decision = self.plan(layout, top_k)
         weights = _shared_weights(plan, others) or _prepare_weights(module, layout, plan, self.manager)
         prepared = PreparedExperts(plan=plan, decision=decision, bound=BoundExperts(plan, weights, self.manager))
         if (type(module), layout) not in self._checked:
@@ -99,7 +105,8 @@ class Preparer:
             self._checked.add((type(module), layout))
         return prepared
 
-    def _plan(self, layout: ExpertsLayout, top_k: int) -> tuple[MoEPlan, Decision]:
+    def plan(self, layout: ExpertsLayout, top_k: int) -> tuple[MoEPlan, Decision]:
+        """The choice for one layout, and why."""
         request = layout.request(
             # A token cannot have more experts than this rank holds: its slots are then taken one by one.
             top_k if top_k <= layout.num_experts else 1,

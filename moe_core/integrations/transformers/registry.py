@@ -1,19 +1,16 @@
-"""One name in both experts registries of transformers, with one function each."""
+"""One name in both experts registries of transformers: that of float experts, and that of FP8 experts.
+
+Each registry has its own names: one that only the other knows would end in a bare `KeyError` at the first forward.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
-import torch
 from packaging.version import Version
 
 from moe_core.decision import Reason
-from moe_core.errors import PluginConflictError, PluginError, UnsupportedModelError
+from moe_core.errors import PluginConflictError, PluginError
 from moe_core.integrations.transformers.bridge import experts_forward
-from moe_core.payloads import Tensor
-
-#: The value of `experts_implementation` that selects moe-core.
-NAME = "moe_core"
+from moe_core.integrations.transformers.traits import NAME
 
 # The first version whose models accept implementations by names that it does not know itself.
 _MINIMUM = (5, 7)
@@ -32,31 +29,17 @@ def register() -> None:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    entries = ((ALL_EXPERTS_FUNCTIONS, experts_forward), (ALL_FP8_EXPERTS_FUNCTIONS, fp8_experts_forward))
-    for registry, function in entries:
-        taken = registry.get(NAME, function)
-        if taken is not function:
+    registries = (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS)
+    for registry in registries:
+        taken = registry.get(NAME, experts_forward)
+        if taken is not experts_forward:
             origin = f"{getattr(taken, '__module__', '?')}.{getattr(taken, '__qualname__', repr(taken))}"
             raise PluginConflictError(
                 f"{type(registry).__name__} of transformers: the name {NAME!r} belongs to {origin} already; "
                 "nothing was registered. Register that function under another name"
             )
-    for registry, function in entries:
-        registry.register(NAME, function)
-
-
-def fp8_experts_forward(self: torch.nn.Module, *arguments: Tensor, **more: Any) -> NoReturn:
-    """Refuse quantized experts: this version reads unquantized ones only.
-
-    Without an entry of this name, transformers would fail with a bare `KeyError` at the first forward.
-
-    Raises:
-        UnsupportedModelError: Always.
-    """
-    raise UnsupportedModelError(
-        f"{type(self).__name__}: FP8 or FP4 experts (their registry is FP8ExpertsInterface) are not served by this "
-        "version of moe-core; load the model unquantized, or with another experts_implementation"
-    )
+    for registry in registries:
+        registry.register(NAME, experts_forward)
 
 
 def _check_version() -> None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 
+import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError
-from moe_core.integrations.transformers.layout import ExpertsLayout
+from moe_core.integrations.transformers.fp8 import FP4_BLOCK, Fp8Format
+from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights
+from moe_core.integrations.transformers.traits import local_parameters
+from moe_core.kernels.activation import activation_function
+from moe_core.kernels.dequantize import num_columns, read_codes
+from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.experts import experts_standard
+from moe_core.kernels.number_formats import E4M3_MAX
 from moe_core.payloads import TORCH_DTYPES, Tensor
+from moe_core.quant import LayerQuant, QuantScheme
 
 # Far above rounding (bf16 experts differ from each other by 1e-2 of the largest value, fp32 ones by 1e-5, and by 1e-3
 # where matrix units round their inputs), far below what another formula does to these probe tokens.
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
+# Activations rounded to e4m3 twice (up to 6e-2 each) beside unrounded ones.
+_FP8_TOLERANCE = 0.2
 
 
 @torch.no_grad()
@@ -22,7 +35,8 @@ def check_against_eager(
 ) -> None:
     """Compare `experts` with the class's own forward on two tokens with `top_k` experts of unequal router weights.
 
-    Nothing is concluded from weights that are not filled yet, that is, if the module's own result is not finite.
+    The forward of FP8 experts needs a kernel for each matrix; here it multiplies dequantized weights instead. Nothing
+    is concluded from weights that are not filled yet, that is, if the module's own result is not finite.
 
     Raises:
         UnsupportedModelError: The results differ by more than rounding.
@@ -33,15 +47,92 @@ def check_against_eager(
         return
     hidden_states, topk_ids, topk_weights = _probe_tokens(layout, top_k, parameters[0].device)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        expected = inspect.unwrap(type(module).forward)(module, hidden_states, topk_ids, topk_weights).float()
+        owner = module
+        if layout.flags.fp8 is not None:
+            owner = _runs_everywhere(module, layout.flags.fp8)
+            hidden_states = _unclamped(hidden_states, module)
+        expected = inspect.unwrap(type(module).forward)(owner, hidden_states, topk_ids, topk_weights).float()
         found = experts(hidden_states, topk_ids, topk_weights).float()
     largest, difference = float(expected.abs().max()), float((found - expected).abs().max())
-    if largest < float("inf") and not difference <= _TOLERANCE[hidden_states.dtype] * largest:
+    tolerance = _TOLERANCE[hidden_states.dtype] if layout.flags.fp8 is None else _FP8_TOLERANCE
+    if largest < float("inf") and not difference <= tolerance * largest:
         raise UnsupportedModelError(
             f"the forward of {type(module).__qualname__} of {type(module).__module__} computes something else than its "
             f"flags say: on two probe tokens the results differ by {difference:.2g}, the largest is {largest:.2g}; "
             "select another experts_implementation for this model"
         )
+
+
+@torch.no_grad()
+def check_formula(module: torch.nn.Module, layout: ExpertsLayout) -> None:
+    """As `check_against_eager` for a module without data: its class, with two experts of random floats.
+
+    Args:
+        module: The module; left as it is.
+        layout: What it is understood to compute, whatever its weights are.
+
+    Raises:
+        UnsupportedModelError: The results differ by more than rounding.
+    """
+    generator, dtype = torch.Generator().manual_seed(1), TORCH_DTYPES[layout.dtype]
+    twin = copy.copy(module)
+    twin.num_experts = 2  # type: ignore[assignment]
+    twin._parameters = {}
+    for name, parameter in local_parameters(module).items():
+        values = torch.randn((2, *parameter.shape[1:]), generator=generator, dtype=dtype) / layout.hidden_size**0.5
+        twin._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+    floats = LayerQuant.of(QuantScheme.from_name(layout.dtype))
+    small = attrs.evolve(layout, num_experts=2, quant=floats, device_type="cpu")
+    raw = borrow_weights(twin, small)
+    w13, w2 = (
+        ExpertLinear.of(floats.w13, raw.tensors[f"w{number}"], bias=raw.tensors.get(f"b{number}")) for number in (13, 2)
+    )
+    experts = Experts(w13=w13, w2=w2, activation=raw.activation or activation_function(layout.activation))
+    check_against_eager(twin, partial(_standard, experts), small, top_k=2)
+
+
+def _standard(experts: Experts, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    return experts_standard(hidden_states, topk_ids, topk_weights, experts)
+
+
+def _runs_everywhere(module: torch.nn.Module, form: Fp8Format) -> torch.nn.Module:
+    """The same FP8 experts, whose `linear` needs no kernel."""
+    twin = copy.copy(module)
+    twin.linear = partial(_dequantized_linear, form)  # type: ignore[assignment]
+    return twin
+
+
+def _unclamped(hidden_states: Tensor, module: torch.nn.Module) -> Tensor:
+    scales = local_parameters(module).get("gate_up_proj_activation_scale")
+    if scales is None:
+        return hidden_states
+    largest = hidden_states.abs().max().float()
+    return (hidden_states * (0.9 * E4M3_MAX * scales.min() / largest).clamp(max=1.0)).to(hidden_states.dtype)
+
+
+def _dequantized_linear(
+    form: Fp8Format, rows: Tensor, weight: Tensor, weight_scale_inv: Tensor, activation_scale: Tensor | None = None
+) -> Tensor:
+    """`rows [R, K]` times one expert's matrix `[N, K]`; NaN where a static scale clamps: runners may share one."""
+    values = rows.float()
+    if activation_scale is not None:
+        fitting = values.abs() <= E4M3_MAX * activation_scale
+        codes = (values / activation_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        values = torch.where(fitting, codes.float() * activation_scale, torch.nan)
+    return (values @ _values(form, weight, weight_scale_inv).T).to(rows.dtype)
+
+
+def _values(form: Fp8Format, weight: Tensor, scale: Tensor) -> Tensor:
+    dtype, block = ("fp4", FP4_BLOCK) if weight.dtype == torch.int8 else ("fp8", form.block_size)
+    values = weight.new_empty((weight.shape[0], num_columns(weight, dtype)), dtype=torch.float32)
+    read_codes(values, weight.view(torch.uint8) if dtype == "fp4" else weight, dtype)
+    factors = scale.float()
+    for axis, size in enumerate(values.shape):
+        count, tile = scale.shape[axis], block[axis] if block else size
+        # Where one tile would hold gate and up, each has a scale.
+        tile = tile if count == -(-size // tile) else size // count
+        factors = factors.repeat_interleave(tile, dim=axis).narrow(axis, 0, size)
+    return values * factors
 
 
 def _probe_tokens(layout: ExpertsLayout, top_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

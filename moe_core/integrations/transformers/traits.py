@@ -10,8 +10,12 @@ import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError
+from moe_core.integrations.transformers.fp8 import Fp8Format, format_problems, read_format
+from moe_core.model_config import SIZE_NAMES
 from moe_core.payloads import TORCH_DTYPES, Tensor
 
+#: The value of `experts_implementation` that selects moe-core.
+NAME = "moe_core"
 #: Torch dtype -> the project's word for it.
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # What every decorated module has, and what came with later versions.
@@ -27,6 +31,13 @@ class Flags:
     has_gate: bool = True
     is_concatenated: bool = True
     has_post_expert_norm: bool = False
+    #: How FP8 experts store their numbers; None for experts of floats.
+    fp8: Fp8Format | None = None
+
+    @property
+    def halves(self) -> int:
+        """Matrices that the first projection stacks: gate and up, or one."""
+        return 2 if self.has_gate else 1
 
     @property
     def first_name(self) -> str:
@@ -41,10 +52,11 @@ class Flags:
     @property
     def weight_names(self) -> dict[str, str]:
         """Canonical name -> name of the parameter, for everything that must exist."""
+        more = self.fp8.scale_names(self.first_name) if self.fp8 is not None else {}
         names = {"w13": self.first_name, "w2": "down_proj"}
         if self.has_bias:
             names |= {"b13": f"{self.first_name}_bias", "b2": "down_proj_bias"}
-        return names
+        return names | more
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -59,13 +71,24 @@ def local_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.to_local() if hasattr(p, "to_local") else p for name, p in found.items()}
 
 
+def configured_top_k(module: torch.nn.Module) -> int:
+    """What the module's configuration says; a wrong one costs a second resolution at the first call, no more."""
+    config = getattr(module, "config", None)
+    found = (getattr(config, name, None) for name in SIZE_NAMES["top_k"])
+    return next((value for value in found if isinstance(value, int) and value > 0), 1)
+
+
 def state_names(module: torch.nn.Module) -> list[str]:
     """Names of all parameters and buffers in a module."""
     return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
 
 
-def read_flags(module: torch.nn.Module) -> Flags:
+def read_flags(module: torch.nn.Module, *, with_data: bool = True) -> Flags:
     """The flags of an experts module, after a check that they tell all about it.
+
+    Args:
+        module: The module; left as it is.
+        with_data: Whether its parameters must have memory.
 
     Raises:
         UnsupportedModelError: Names the class and lists every trait that is not understood.
@@ -75,10 +98,13 @@ def read_flags(module: torch.nn.Module) -> Flags:
             f"{type(module).__qualname__} is no experts module of transformers: its class is not decorated with "
             "use_experts_implementation"
         )
-    flags = Flags(**{f.name: getattr(module, f.name) for f in attrs.fields(Flags) if hasattr(module, f.name)})
+    found = {field.name: getattr(module, field.name) for field in attrs.fields(Flags) if hasattr(module, field.name)}
+    flags = Flags(**{**found, "fp8": read_format(module)})
+    tensors = local_parameters(module)
     problems = [
         *_signature_problems(type(module)),
-        *_parameter_problems(local_parameters(module), flags),
+        *_parameter_problems(tensors, flags, with_data),
+        *_fp8_problems(tensors, flags),
         *_state_problems(module, flags),
         *_attribute_problems(module, flags),
     ]
@@ -100,20 +126,28 @@ def _signature_problems(experts_class: type[torch.nn.Module]) -> Iterator[str]:
         yield f"its forward takes ({listed}); expected hidden states, expert ids and router weights, nothing more"
 
 
-def _parameter_problems(tensors: dict[str, Tensor], flags: Flags) -> Iterator[str]:
+def _parameter_problems(tensors: dict[str, Tensor], flags: Flags, with_data: bool) -> Iterator[str]:
     expected = set(flags.weight_names.values())
     yield from (f"parameter {name} is missing" for name in sorted(expected - set(tensors)))
     for name, tensor in tensors.items():
         if name not in expected:
             listed = ", ".join(sorted(expected))
             yield f"unknown parameter {name} {list(tensor.shape)}; its flags tell of {listed} and no other"
-        elif tensor.dtype not in DTYPE_NAMES:
+        elif flags.fp8 is None and tensor.dtype not in DTYPE_NAMES:
             known = ", ".join(TORCH_DTYPES)
-            yield f"parameter {name} is {tensor.dtype}; this version reads unquantized {known} weights only"
-        elif tensor.device.type == "meta":
+            yield f"parameter {name} is {tensor.dtype}; experts of this class hold {known} weights"
+        elif with_data and tensor.device.type == "meta":
             yield f"parameter {name} is on the meta device; load the weights first"
         elif name in (flags.first_name, "down_proj") and tensor.dim() != 3:
             yield f"parameter {name} has shape {list(tensor.shape)}; expected one matrix per expert"
+
+
+def _fp8_problems(tensors: dict[str, Tensor], flags: Flags) -> Iterator[str]:
+    if flags.fp8 is None:
+        return
+    if flags.is_transposed or not flags.is_concatenated:
+        yield "FP8 experts that are transposed or interleave gate and up are not known"
+    yield from format_problems(flags.fp8, tensors, flags.first_name, flags.halves)
 
 
 def _state_problems(module: torch.nn.Module, flags: Flags) -> Iterator[str]:

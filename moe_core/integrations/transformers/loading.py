@@ -1,0 +1,129 @@
+"""Quantized checkpoints as transformers models whose experts moe-core runs, whatever transformers itself can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from moe_core.environment import Environment
+from moe_core.integrations.transformers.bridge import prepare_modules
+from moe_core.integrations.transformers.dense import read_dense
+from moe_core.integrations.transformers.model_shell import ModelShell
+from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
+from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
+from moe_core.integrations.transformers.registry import register
+from moe_core.integrations.transformers.stored_experts import dense_names, find_stored_experts
+from moe_core.manager import BackendManager, default_manager
+from moe_core.model_config import quantization_of, read_config
+from moe_core.weights.checkpoint import Checkpoint
+from moe_core.weights.loading import load_experts
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class LoadedModel:
+    """A model that was loaded, and what serves its experts.
+
+    Attributes:
+        model: The transformers model, in inference mode.
+        experts: Name of each experts module -> what serves it.
+    """
+
+    model: Any
+    experts: dict[str, PreparedExperts]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model; the model itself counts those without quantized experts."""
+        return int(self.model.num_parameters()) + sum(experts.num_weights for experts in self._quantized)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any experts are, so that eager cannot compute them."""
+        return bool(self._quantized)
+
+    @property
+    def _quantized(self) -> list[QuantizedExperts]:
+        return [module for module in self.model.modules() if isinstance(module, QuantizedExperts)]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str | torch.device = "cpu",
+    environment: Environment | None = None,
+    runner_backend: str | None = None,
+    a2a_backend: str | None = None,
+    manager: BackendManager | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Load a causal language model with quantized experts from its folder; nothing is downloaded.
+
+    The experts go from the file into the layout of the chosen runner; they never exist as floats. Everything else
+    becomes the model's own parameters: matrices that are stored quantized are dequantized to the model's dtype. Experts
+    of layers that are not quantized are loaded as transformers does. Which combination runs is decided, and refused,
+    before anything is read.
+
+    Args:
+        path: The folder: `config.json` and safetensors.
+        dtype: `fp32`, `bf16` or `fp16`; default: the configuration's.
+        device: Where the model will lie; it cannot be moved later.
+        environment: The machine; default: this one, probed, as seen from `device`.
+        runner_backend: Pin of the runner.
+        a2a_backend: Pin of the dispatcher.
+        manager: The plugins; default: the installed ones.
+        progress: Called with (bytes read, bytes to read).
+
+    Raises:
+        SpecError: The configuration is missing, or its quantization is not understood.
+        UnsupportedModelError: transformers does not know the model, or its experts have a trait that is not understood.
+        ResolutionError: No combination fits a layer, or a pin does not.
+        WeightsError: Lists every tensor that is missing, unknown, misshapen or stored in a way that is not understood.
+    """
+    register()
+    path, device = Path(path), torch.device(device)
+    quantization = quantization_of(read_config(path))
+    shell = ModelShell(path)
+    dtype = dtype or shell.dtype
+    preparer = Preparer(
+        manager=manager or default_manager(),
+        environment=environment,
+        runner_backend=runner_backend,
+        a2a_backend=a2a_backend,
+    )
+    with Checkpoint(path) as checkpoint:
+        modules = find_stored_experts(shell.sketch(), checkpoint.names, quantization, dtype, device)
+        for module in modules:
+            preparer.plan(module.layout, module.top_k)
+        dense = dense_names(checkpoint.names, modules, shell.num_layers)
+        experts = (name for name in checkpoint.names if any(module.holds(name) for module in modules))
+        total = sum(_nbytes(checkpoint, name) for name in (*dense, *experts))
+
+        def report(*_: int) -> None:
+            if progress is not None:
+                progress(min(checkpoint.bytes_read, total), total)
+
+        def replace(model: torch.nn.Module) -> None:
+            for module in modules:
+                original = model.get_submodule(module.name)
+                served = QuantizedExperts(original, module.layout, preparer, module.top_k)
+                model.set_submodule(module.name, served)
+
+        model = shell.build(dtype, read_dense(checkpoint, dense, quantization, dtype, report), replace)
+        model = model.to(device).eval()
+        for module in modules:
+            served: QuantizedExperts = model.get_submodule(module.name)
+            request = served.plan.request
+            served.load(
+                load_experts(checkpoint, module.stored_as, request, module.stored, device=device, progress=report)
+            )
+    loaded = {module.name: model.get_submodule(module.name).prepared for module in modules}
+    return LoadedModel(model=model, experts=loaded | prepare_modules(model, preparer, may_be_none=bool(modules)))
+
+
+def _nbytes(checkpoint: Checkpoint, name: str) -> int:
+    return int(torch.Size(checkpoint.shape(name)).numel()) * checkpoint.dtype(name).itemsize

@@ -1,0 +1,132 @@
+"""A transformers model made around experts that it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_core.errors import MoeCoreError, SpecError, UnsupportedModelError, WeightsError
+from moe_core.integrations.transformers.traits import DTYPE_NAMES, NAME
+from moe_core.payloads import TORCH_DTYPES, Tensor
+
+_GENERATION_FILE = "generation_config.json"
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+
+
+class ModelShell:
+    """The configuration and the class of a checkpoint's causal language model.
+
+    Attributes:
+        config: The configuration, without quantization, with moe-core's experts selected.
+        model_class: The class.
+    """
+
+    config: Any
+    model_class: Any
+
+    def __init__(self, path: Path) -> None:
+        """Read the configuration.
+
+        Raises:
+            UnsupportedModelError: transformers does not know the model, or no causal language model of it.
+        """
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+        self._path = path
+        self.config = self._called(lambda: AutoConfig.from_pretrained(path, local_files_only=True))
+        if type(self.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            kind = self.config.model_type
+            raise UnsupportedModelError(f"model {path}: transformers has no causal language model for {kind!r}")
+        self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        for part in (self.config, self.config.get_text_config()):
+            for field in _QUANTIZATION_FIELDS:
+                vars(part).pop(field, None)
+        self.config._experts_implementation = NAME
+
+    @property
+    def dtype(self) -> str:
+        """Word of the configured dtype; raises `SpecError` if there is none."""
+        found = (getattr(part, "dtype", None) for part in (self.config, self.config.get_text_config()))
+        word = next((DTYPE_NAMES[dtype] for dtype in found if dtype in DTYPE_NAMES), None)
+        if word is None:
+            raise SpecError(
+                f"the model configuration names no dtype of {', '.join(TORCH_DTYPES)}; say which one to use"
+            )
+        return word
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the model's own stack, as far as the configuration says."""
+        return getattr(self.config.get_text_config(), "num_hidden_layers", None)
+
+    def sketch(self) -> torch.nn.Module:
+        """The model without data."""
+        with torch.device("meta"):
+            model: torch.nn.Module = self._called(lambda: self.model_class(self.config))
+        return model
+
+    def build(self, dtype: str, tensors: dict[str, Tensor], replace: Callable[[torch.nn.Module], None]) -> Any:
+        """The model with its parameters, loaded as transformers loads them.
+
+        Args:
+            dtype: Word of its dtype.
+            tensors: Everything outside the replaced modules, by the names of an unquantized checkpoint.
+            replace: Puts other modules in the place of some, before anything is allocated.
+
+        Raises:
+            UnsupportedModelError: transformers cannot load it.
+            WeightsError: Lists every tensor that is missing, unknown to the model or misshapen.
+        """
+        from transformers import GenerationConfig
+
+        model_class = self.model_class
+
+        def __init__(model: Any, config: Any, *arguments: Any, **more: Any) -> None:
+            model_class.__init__(model, config, *arguments, **more)
+            replace(model)
+
+        # transformers allocates every parameter that a model has when its constructor returns.
+        fields = {"__init__": __init__, "__module__": model_class.__module__}
+        derived: Any = type(model_class.__name__, (model_class,), fields)
+        model, info = self._called(
+            lambda: derived.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=tensors,
+                dtype=TORCH_DTYPES[dtype],
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        )
+        problems = list(_problems(info))
+        if problems:
+            title = f"{self._path}: tensors outside the experts do not fit {model_class.__name__}; nothing was loaded:"
+            raise WeightsError("\n  ".join([title, *problems]))
+        model.__class__ = model_class
+        if (self._path / _GENERATION_FILE).is_file():
+            # Loaded from tensors, transformers looks for no such file.
+            model.generation_config = self._called(
+                lambda: GenerationConfig.from_pretrained(self._path, local_files_only=True)
+            )
+        return model
+
+    def _called(self, function: Callable[[], Any]) -> Any:
+        """What transformers answers, with its own errors as one of this project."""
+        try:
+            return function()
+        except MoeCoreError:
+            raise
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"model {self._path} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _problems(info: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{name}: missing" for name in sorted(info["missing_keys"]))
+    yield from (f"{name}: unknown to the model" for name in sorted(info["unexpected_keys"]))
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        yield f"{name}: has shape {list(found)}, the model {list(expected)}"
