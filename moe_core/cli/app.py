@@ -16,6 +16,7 @@ from typing import Annotated, TextIO
 import typer
 
 from moe_core.cli import list_backends, quantize, resolve, run
+from moe_core.cli.eval import evaluate
 from moe_core.cli.output import print_error
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
 from moe_core.planner import PlanWarning
@@ -35,6 +36,7 @@ app.command("list-backends")(list_backends.list_backends)
 app.command("quantize")(quantize.quantize)
 app.command("resolve")(resolve.resolve)
 app.command("run")(run.run)
+app.command("eval")(evaluate)
 
 
 def _version(wanted: bool) -> None:

@@ -1,19 +1,13 @@
-"""What `moe-core run` computes with a loaded model: greedy text, perplexity, and how far logits differ.
-
-Letters: S tokens of the prompt, V vocabulary.
-"""
+"""What `moe-core run` computes with a loaded model: greedy text, and how far logits differ."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-
-from moe_core.errors import SpecError
 
 
 @attrs.frozen(kw_only=True)
@@ -43,22 +37,6 @@ class Generated:
         return (len(self.ids) - 1) / self.decode_seconds if len(self.ids) > 1 else None
 
 
-@attrs.frozen(kw_only=True)
-class Perplexity:
-    """How well a model predicts a text: both are 1 for perfect prediction."""
-
-    per_token: float
-    per_byte: float
-    predicted_tokens: int
-
-
-@torch.inference_mode()
-def prompt_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Logits `[S, V]` of one forward over a prompt, fp32 on the CPU."""
-    logits: torch.Tensor = model(input_ids=_batch(model, ids), use_cache=False).logits
-    return logits[0].float().cpu()
-
-
 @torch.inference_mode()
 def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> Generated:
     """Continue `ids` greedily with a key-value cache, until `max_new_tokens` or an end token of the model."""
@@ -77,36 +55,6 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> Generated:
         prefill_tokens=len(ids),
         prefill_seconds=prefilled - start,
         decode_seconds=_now(model) - prefilled,
-    )
-
-
-@torch.inference_mode()
-def perplexity(model: Any, ids: Sequence[int], num_bytes: int, window: int) -> Perplexity:
-    """Perplexity of a text, read in windows side by side; the first token of each is not predicted.
-
-    Args:
-        model: A causal language model.
-        ids: The text's token ids.
-        num_bytes: The text's length in bytes, for the figure per byte.
-        window: Tokens per window; an incomplete last one counts too.
-
-    Raises:
-        SpecError: There is nothing to predict.
-    """
-    total, predicted = 0.0, 0
-    for start in range(0, len(ids), window):
-        piece = _batch(model, ids[start : start + window])
-        if piece.shape[1] > 1:
-            logits = model(input_ids=piece, use_cache=False).logits[0, :-1].float()
-            total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
-            predicted += piece.shape[1] - 1
-    if not predicted:
-        raise SpecError(f"the text has {len(ids)} tokens, perplexity needs at least 2")
-    # Bits of unpredicted first tokens are in neither figure: the bytes are scaled to the predicted share.
-    return Perplexity(
-        per_token=math.exp(total / predicted),
-        per_byte=math.exp(total / (num_bytes * predicted / len(ids))),
-        predicted_tokens=predicted,
     )
 
 

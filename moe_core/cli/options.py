@@ -1,4 +1,4 @@
-"""Options that several commands share, and how a closed word is checked."""
+"""Options that several commands share, and how words, folders and files that they are given are checked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_core.errors import SpecError, UnknownNameError
+from moe_core.model_config import read_config
 
 A2aBackend = Annotated[
     str | None,
@@ -26,6 +27,13 @@ def known_word(kind: str, word: str, words: Iterable[str]) -> str:
     if word not in known:
         raise UnknownNameError(kind, word, known)
     return word
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise `SpecError` unless `folder` has a `config.json` that can be read."""
+    if not folder.is_dir():
+        raise SpecError(f"no model at {folder}: expected a folder with a config.json and weights")
+    read_config(folder)
 
 
 def read_text(path: Path) -> str:

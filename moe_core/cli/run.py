@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word, read_text
+from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, check_model_folder, known_word, read_text
 from moe_core.cli.output import fields, progress_bar, stage, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
@@ -64,8 +65,7 @@ def run(
         known_word("dtype", dtype, FLOAT_DTYPES)
     if device is not None:
         known_word("device type", device, DEVICE_TYPES)
-    if not model.is_dir():
-        raise SpecError(f"no model at {model}: expected a folder with a config.json and weights")
+    check_model_folder(model)
     sample = None if text is None else read_text(text)
     pins = (a2a_backend, runner_backend)
     if quantization_of(read_config(model)) is None:
@@ -75,12 +75,13 @@ def run(
     else:
         loaded, reference = _load_quantized(model, dtype, device, pins), None
     from moe_core.cli import generation
+    from moe_core.evaluation import prompt_logits
 
     network, (codec, ids) = loaded.model, _encoded(model, loaded.model, prompt)
     _print_plans({name: experts.plan for name, experts in loaded.experts.items()})
     # The first forward compiles and allocates; the figures below are of the second.
     with stage("warm-up"):
-        logits = generation.prompt_logits(network, ids)
+        logits = prompt_logits(network, ids)
     with stage("generating"):
         generated = generation.generate(network, ids, max_new_tokens)
     figures = _figures(generated, codec, loaded)
@@ -98,7 +99,8 @@ def _load_floats(
     folder: Path, prompt: str, dtype: str | None, device: str | None, compare_eager: bool | None, pins: _Pins
 ) -> tuple[LoadedModel, Tensor | None]:
     """The model, and what its eager experts answer, if that is wanted."""
-    from moe_core.cli import generation, model_loading
+    from moe_core.cli import model_loading
+    from moe_core.evaluation import prompt_logits
     from moe_core.integrations.transformers import LoadedModel
 
     with stage("loading"):
@@ -109,7 +111,7 @@ def _load_floats(
     if compare:
         # Before preparing: a layout of its own may take the place of the weights that eager reads.
         with stage("eager reference"):
-            reference = generation.prompt_logits(network, ids)
+            reference = prompt_logits(network, ids)
     with stage("preparing experts"):
         bound = model_loading.prepare_experts(network, *pins)
     return LoadedModel(model=network, experts=bound), reference
@@ -168,12 +170,14 @@ def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dic
 
 
 def _perplexity(network: Any, codec: TextCodec, sample: str, source: Path, window: int) -> str:
-    from moe_core.cli.generation import perplexity
+    from moe_core.evaluation import cut_windows, evaluate, prompt_logits
 
-    measured = perplexity(network, codec.encode(sample), len(sample.encode("utf-8")), window)
+    ids = codec.encode(sample)
+    measured = evaluate(partial(prompt_logits, network), ids, cut_windows(len(ids), window, window))
+    per_byte = measured.perplexity(len(sample.encode("utf-8")) / len(ids))
     return (
-        f"{measured.per_byte:.3f} per byte, {measured.per_token:.3f} per token "
-        f"({measured.predicted_tokens} tokens of {source}, windows of {window})"
+        f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "
+        f"({measured.num_tokens} tokens of {source}, windows of {window})"
     )
 
 

@@ -31,7 +31,7 @@ def test_torch_is_not_imported(python, code):
 
 
 def test_commands():
-    assert sorted(COMMANDS) == ["list-backends", "quantize", "resolve", "run"]
+    assert sorted(COMMANDS) == ["eval", "list-backends", "quantize", "resolve", "run"]
 
 
 @pytest.mark.parametrize(

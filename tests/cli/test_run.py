@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,31 +20,6 @@ from moe_core.request import LayerRequest
 transformers = pytest.importorskip("transformers")
 
 REQUEST = LayerRequest(num_experts=4, top_k=2, hidden_size=32, intermediate_size=16, dtype="fp32")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        dtype="float32",
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    target = tmp_path_factory.mktemp("model")
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(target)
-    return target
 
 
 @pytest.fixture
@@ -183,27 +157,9 @@ def test_generation_stops_at_an_end_token(model):
     assert generation.generate(model, ids, 8).ids == (first, second)
 
 
-def test_perplexity_of_a_model_that_knows_nothing(model):
-    torch.nn.init.zeros_(model.lm_head.weight)
-    ids = list(range(100))
-    measured = generation.perplexity(model, ids, num_bytes=200, window=30)
-    assert measured.predicted_tokens == 96
-    assert measured.per_token == pytest.approx(256, rel=1e-5)
-    assert measured.per_byte == pytest.approx(16, rel=1e-5)
-    with pytest.raises(SpecError, match="at least 2"):
-        generation.perplexity(model, [1], num_bytes=1, window=30)
-
-
 def test_bytes_as_tokens(folder):
     codec = load_codec(folder, 256)
     assert codec.encode("aé") == [97, 0xC3, 0xA9]
     assert ByteCodec().decode([97, 0xC3, 300, 98]) == "a��b"
     with pytest.raises(SpecError, match="too few for bytes"):
         load_codec(folder, 100)
-
-
-def test_perplexity_is_the_loss_that_transformers_computes(model):
-    ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1))
-    loss = model(input_ids=ids[None], labels=ids[None]).loss.item()
-    measured = generation.perplexity(model, ids.tolist(), num_bytes=40, window=64)
-    assert measured.per_token == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-4)

@@ -1,0 +1,99 @@
+"""`moe-core eval`: how well a model predicts a text, and how far it is from another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_core.cli.eval_view import Report, report_json, report_view
+from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, check_model_folder, known_word, read_text
+from moe_core.cli.output import print_json, stage, stdout
+from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from moe_core.cli.eval_models import PreparedModel
+    from moe_core.evaluation import Comparison, Prediction, Window
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a Hugging Face MoE model.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text to predict.")],
+    against: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Compare with this model, for example the unquantized one.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per window.", show_default="the model's context, at most 2048"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from window to window.", show_default="the window: side by side"),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Dtype of unquantized weights and of tokens: {', '.join(FLOAT_DTYPES)}.",
+            show_default="each checkpoint's",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device type, for example cpu or cuda.", show_default="the accelerator, else cpu"),
+    ] = None,
+    a2a_backend: A2aBackend = None,
+    runner_backend: RunnerBackend = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure perplexity on a text and, against a second model, the divergence per token.
+
+    Experts of both models run through moe-core; pins are for the first one. With --dtype fp32 differences below the
+    rounding of bf16 show, too.
+    """
+    if dtype is not None:
+        known_word("dtype", dtype, FLOAT_DTYPES)
+    if device is not None:
+        known_word("device type", device, DEVICE_TYPES)
+    for folder in (model,) if against is None else (model, against):
+        check_model_folder(folder)
+    sample = read_text(text)
+    from moe_core.cli import eval_models
+    from moe_core.evaluation import cut_windows
+
+    tested = eval_models.load_evaluated(model, sample, dtype, device, a2a_backend, runner_backend)
+    reference = None if against is None else eval_models.load_evaluated(against, sample, dtype, device)
+    if reference is not None:
+        eval_models.check_same_tokens(tested, reference)
+    window = eval_models.choose_window(window, *filter(None, (tested, reference)))
+    stride = window if stride is None else stride
+    windows = cut_windows(len(tested.ids), window, stride)
+    with stage("evaluating"):
+        prediction, comparison = _measure(tested, reference, windows)
+    report = Report(
+        model=tested.described,
+        reference=None if reference is None else reference.described,
+        prediction=prediction,
+        comparison=comparison,
+        text=str(text),
+        num_bytes=len(sample.encode("utf-8")),
+        num_tokens=len(tested.ids),
+        window=window,
+        stride=stride,
+    )
+    if as_json:
+        print_json(report_json(report))
+    else:
+        stdout().print(report_view(report))
+
+
+def _measure(
+    tested: PreparedModel, reference: PreparedModel | None, windows: tuple[Window, ...]
+) -> tuple[Prediction, Comparison | None]:
+    from moe_core import evaluation
+
+    if reference is None:
+        return evaluation.evaluate(tested.logits, tested.ids, windows), None
+    comparison = evaluation.compare(tested.logits, reference.logits, tested.ids, windows)
+    return comparison.model, comparison

@@ -1,0 +1,8 @@
+"""Makes the benchmark scripts importable by their file names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

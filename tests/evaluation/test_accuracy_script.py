@@ -1,0 +1,119 @@
+"""The functions of `benchmarks/accuracy.py` on a tiny random model; the figures of the trained one are in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import pytest
+import torch
+from accuracy import Text
+from accuracy_models import CONTROLS, OracleExperts, fake_quantize, oracle, use_oracle
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_core.evaluation import compare, cut_windows
+from moe_core.quantizer.words import WRITABLE
+
+BOTH = [(scheme, ecosystem) for scheme, ecosystems in WRITABLE.items() for ecosystem in ecosystems]
+#: Bits per weight of every scheme on experts of 256 x 192: codes and scales, a few numbers per row, group or tile.
+BITS = {
+    "fp8_block": (8, 8.1),
+    "w8a8_int8": (8, 8.5),
+    "w4a8": (4, 8),
+    "w4a4": (8, 8.5),
+    "nvfp4": (4.5, 4.6),
+    "mxfp4": (4.25, 4.26),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts matter: their weights are large, and differ in size from channel to channel."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=64,
+        moe_intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.05,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for layer in model.model.layers:
+        for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+            weight.data.mul_(torch.rand(weight.shape[-1]) * 3)
+    target = tmp_path_factory.mktemp("model")
+    model.bfloat16().save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return bytes(torch.randint(256, (400,), generator=torch.Generator().manual_seed(1)).tolist())
+
+
+@pytest.fixture(scope="module")
+def text(content: bytes) -> Text:
+    return Text(ids=list(content), windows=cut_windows(len(content), 100, 100))
+
+
+@pytest.fixture(scope="module")
+def inputs(folder: Path, content: bytes) -> Any:
+    return accuracy.calibrated(folder, content)
+
+
+def _fp32(folder: Path) -> Any:
+    return accuracy._eager(folder, torch.float32)
+
+
+def test_oracle_experts_of_no_scheme_are_eager_ones(folder: Path, text: Text) -> None:
+    model = _fp32(folder)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        layer.mlp.experts = OracleExperts(oracle.quantize_layer(experts.gate_up_proj, experts.down_proj))
+    found = compare(accuracy._logits(model), accuracy._logits(_fp32(folder)), text.ids, text.windows)
+    # fp32 against float64 sums: logits of order one differ by 1e-6, and the divergence is half the square.
+    assert found.largest_divergence < 1e-10
+
+
+@pytest.mark.parametrize(("scheme", "ecosystem"), BOTH)
+def test_a_scheme_costs_far_more_than_what_runs_it(
+    folder: Path, text: Text, inputs: Any, tmp_path: Path, scheme: str, ecosystem: str
+) -> None:
+    reference = accuracy._remembered(_fp32(folder))
+    row = accuracy.measure_scheme(folder, scheme, ecosystem, inputs, reference, text, tmp_path)
+    smallest, largest = BITS[scheme]
+    assert smallest <= row.bits <= largest
+    assert 1e-7 < row.fp32.divergence.mean < 0.2
+    # The runner differs by fp32 rounding, and where that moves an activation over a tie of its code.
+    assert row.runner.divergence.mean < row.fp32.divergence.mean / 10
+    assert row.bf16.divergence.mean > 0
+    cells = accuracy.scheme_table([row]).splitlines()
+    assert len({line.count("|") for line in cells}) == 1
+    assert cells[2].startswith(f"| {scheme}, {ecosystem} | {row.bits:.2f} | ")
+
+
+def test_the_oracle_rounds_activations_too(folder: Path, text: Text) -> None:
+    model, weights_only = _fp32(folder), _fp32(folder)
+    use_oracle(model, "fp8_block", "transformers", {0: (1.0, 1.0), 1: (1.0, 1.0)})
+    fake_quantize(weights_only, CONTROLS["fp8 in tiles"])
+    found = compare(accuracy._logits(model), accuracy._logits(weights_only), text.ids, text.windows)
+    assert found.divergence.mean > 1e-7
+
+
+def test_controls(folder: Path, text: Text) -> None:
+    rows = list(accuracy.measure_controls(folder, accuracy._remembered(_fp32(folder)), text))
+    found = {name: comparison.divergence.mean for name, comparison in rows}
+    assert found["none, computed in bf16"] > 0
+    assert found["int8, groups of 32"] < found["int4, groups of 32"] < found["int2, groups of 32"]
+    assert found["fp8 in tiles, **scales one tile off**"] > 3 * found["fp8 in tiles"]
+    assert found["NVFP4, **scales one group off**"] > 3 * found["NVFP4"]
+    cells = accuracy.control_table(rows).splitlines()
+    assert len(cells) == len(rows) + 2
+    assert len({line.count("|") for line in cells}) == 1
