@@ -84,6 +84,7 @@ QUANTS: dict[str, LayerQuant] = {
         "w4afp8": _rounding(_INT4_GROUPS, "fp8", 0, how="static"),
         "mxfp4": _rounding(MXFP4_W4A16, "fp4", 32, "e8m0"),
         "mxfp4_w4a8": _rounding(MXFP4_W4A16, "fp8", 32, "e8m0"),
+        "fp4_row_global": _weights("fp4", (1, WHOLE), global_scale=True),
         "nvfp4_w4a8": _rounding(NVFP4_W4A16, "fp8", WHOLE),
     }.items()
 } | {

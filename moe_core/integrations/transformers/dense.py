@@ -84,7 +84,7 @@ def dequantize(tensors: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
         zero_point=zero_point,
     )
     out = torch.empty(linear.num_outputs, linear.num_inputs)
-    linear.read(out, 0, 0)
+    linear.reader(0).read(out, 0)
     return out.mul_(tensors["w2_global_scale"]) if scheme.global_scale else out
 
 

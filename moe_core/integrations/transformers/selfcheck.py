@@ -15,12 +15,12 @@ from moe_core.integrations.transformers.fp8 import FP4_BLOCK, Fp8Format
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights
 from moe_core.integrations.transformers.traits import local_parameters
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.dequantize import num_columns, read_codes
+from moe_core.kernels.dequantize import WeightReader, num_columns
 from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_standard
 from moe_core.kernels.number_formats import E4M3_MAX
 from moe_core.payloads import TORCH_DTYPES, Tensor
-from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 
 # Far above rounding (bf16 experts differ from each other by 1e-2 of the largest value, fp32 ones by 1e-5, and by 1e-3
 # where matrix units round their inputs), far below what another formula does to these probe tokens.
@@ -125,7 +125,8 @@ def _dequantized_linear(
 def _values(form: Fp8Format, weight: Tensor, scale: Tensor) -> Tensor:
     dtype, block = ("fp4", FP4_BLOCK) if weight.dtype == torch.int8 else ("fp8", form.block_size)
     values = weight.new_empty((weight.shape[0], num_columns(weight, dtype)), dtype=torch.float32)
-    read_codes(values, weight.view(torch.uint8) if dtype == "fp4" else weight, dtype)
+    codes = weight.view(torch.uint8) if dtype == "fp4" else weight
+    WeightReader.of(codes, dtype, (1, WHOLE), None, None).read(values, 0)
     factors = scale.float()
     for axis, size in enumerate(values.shape):
         count, tile = scale.shape[axis], block[axis] if block else size
