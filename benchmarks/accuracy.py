@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ import attrs
 import torch
 import typer
 from accuracy_models import CONTROLS, ROOT, fake_quantize, use_oracle
+from accuracy_routing import Routing, measure_routing
 from tiny_text import split_text
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -55,18 +57,22 @@ class SchemeRow:
     """One scheme of one ecosystem.
 
     Attributes:
-        name: Its words.
+        scheme: Word of the quantizer.
+        ecosystem: Whose layout of it.
         bits: Stored bits per expert weight, scales included.
         fp32: Against the unquantized model, all else in fp32.
         bf16: The same with the quantized model in bf16, as it is usually run.
         runner: What runs it, less the scheme: divergence of moe-core's fp32 result from that of a float64 oracle.
+        logits: The quantized model, all else in fp32.
     """
 
-    name: str
+    scheme: str
+    ecosystem: str
     bits: float
     fp32: Comparison
     bf16: Comparison
     runner: Comparison
+    logits: LogitsFn
 
 
 def measure_scheme(
@@ -91,22 +97,32 @@ def measure_scheme(
     oracle = _eager(folder, torch.float32)
     use_oracle(oracle, scheme, ecosystem, {layer: (max(i.first), max(i.second)) for layer, i in inputs.layers.items()})
     return SchemeRow(
-        name=f"{scheme}, {ecosystem}",
+        scheme=scheme,
+        ecosystem=ecosystem,
         # Sources of bf16: two bytes per weight.
         bits=16 * written.expert_bytes_after / written.expert_bytes_before,
         fp32=compare(fp32, reference, text.ids, text.windows),
         bf16=compare(_logits(load_model(out, dtype="bf16").model), reference, text.ids, text.windows),
         runner=compare(fp32, _logits(oracle), text.ids, text.windows),
+        logits=fp32,
     )
 
 
-def measure_controls(folder: Path, reference: LogitsFn, text: Text) -> Iterator[tuple[str, Comparison]]:
+def measure_controls(folder: Path, text: Text) -> Iterator[tuple[str, Comparison, Routing]]:
     """Weight-only schemes and faulty readers of them, by fake-quantized fp32 weights; and no scheme, but bf16."""
-    yield "none, computed in bf16", compare(_logits(_eager(folder, torch.bfloat16)), reference, text.ids, text.windows)
+    reference = _eager(folder, torch.float32)
+    logits = _remembered(reference)
+    for name, model in _controls(folder):
+        comparison = compare(_logits(model), logits, text.ids, text.windows)
+        yield name, comparison, measure_routing(model, reference, text.ids, text.windows)
+
+
+def _controls(folder: Path) -> Iterator[tuple[str, Any]]:
+    yield "none, computed in bf16", _eager(folder, torch.bfloat16)
     for name, quantized in CONTROLS.items():
         model = _eager(folder, torch.float32)
         fake_quantize(model, quantized)
-        yield name, compare(_logits(model), reference, text.ids, text.windows)
+        yield name, model
 
 
 def calibrated(folder: Path, content: bytes) -> ModelInputs:
@@ -121,14 +137,29 @@ def scheme_table(rows: list[SchemeRow]) -> str:
     return _markdown(head, map(_scheme_cells, rows))
 
 
-def control_table(rows: list[tuple[str, Comparison]]) -> str:
+def ecosystem_lines(rows: list[SchemeRow], text: Text) -> str:
+    """How far the layouts of one scheme are from each other: a sentence per pair."""
+    pairs = [(one, other) for one, other in combinations(rows, 2) if one.scheme == other.scheme]
+    return "\n".join(
+        f"{one.scheme}, KL({one.ecosystem} || {other.ecosystem}): "
+        f"{_small(compare(other.logits, one.logits, text.ids, text.windows).divergence)}"
+        for one, other in pairs
+    )
+
+
+def control_table(rows: list[tuple[str, Comparison, Routing]]) -> str:
     """Markdown."""
-    return _markdown(("weights only", *_COMPARED), ((name, *_compared(comparison)) for name, comparison in rows))
+    head = ("weights only", *_COMPARED, "routed elsewhere", "their share of KL", "KL of the others")
+    return _markdown(head, ((name, *_compared(comparison), *_routed(routing)) for name, comparison, routing in rows))
+
+
+def _routed(routing: Routing) -> tuple[str, ...]:
+    return f"{100 * routing.share:.2f} %", f"{100 * routing.divergence_share:.0f} %", f"{routing.others:.1e}"
 
 
 def _scheme_cells(row: SchemeRow) -> tuple[str, ...]:
     return (
-        row.name,
+        f"{row.scheme}, {row.ecosystem}",
         f"{row.bits:.2f}",
         *_compared(row.fp32),
         _small(row.bf16.divergence),
@@ -180,8 +211,8 @@ def main(
     torch.set_num_threads(threads)
     disable_progress_bar()
     text = Text.of((model / "held_out.txt").read_bytes())
+    controls = list(measure_controls(model, text))
     reference = _remembered(_eager(model, torch.float32))
-    controls = list(measure_controls(model, reference, text))
     inputs = calibrated(model, split_text().train)
     with tempfile.TemporaryDirectory() as scratch:
         rows = [
@@ -191,7 +222,7 @@ def main(
         ]
     unquantized = controls[0][1].reference
     print(f"unquantized, fp32: perplexity {unquantized.perplexity().mean:.3f} over {unquantized.num_tokens} tokens\n")
-    print(scheme_table(rows), control_table(controls), sep="\n\n")
+    print(scheme_table(rows), ecosystem_lines(rows, text), control_table(controls), sep="\n\n")
     print(f"\nPython {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}")
 
 

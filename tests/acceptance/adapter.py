@@ -132,7 +132,9 @@ class BuiltLayer:
     def reload(self, ckpt: dict[str, Any]) -> None:
         """Load a checkpoint, the first time or again."""
         weights = make_weights(self._spec, ckpt, self.layer.request, self._rank, self._tp_rank)
-        weights.tensors = {name: tensor.to(self._device) for name, tensor in weights.tensors.items()}
+        if self._device != "cpu":
+            weights.tensors = {name: tensor.to(self._device) for name, tensor in weights.tensors.items()}
+            weights.handed_over = True
         self.layer.load_weights(weights)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -142,7 +144,7 @@ class BuiltLayer:
     def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
         """Cast the inputs to the layer's dtype and run."""
         device = self._device
-        return self.layer(x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32))
+        return self.layer(x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32)).cpu()
 
 
 class Registry:

@@ -72,6 +72,16 @@ def test_case(case_id: str, moe_core_library: Lib) -> None:
     require(CASES[case_id], moe_core_library, offered=case_id in MUST_PASS)
 
 
+#: An id out of range stops a GPU's stream for good; nothing there is declared to repeat bit by bit.
+NOT_ON_CUDA = _case_ids(14, 50)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case_id", sorted(set(CASES) - NOT_ON_CUDA))
+def test_case_on_cuda(case_id: str) -> None:
+    require(CASES[case_id], importlib.import_module("adapter").MoECoreOnCuda(), offered=True)
+
+
 # ---- the cases themselves --------------------------------------------------------------------------------------
 def test_every_case_that_must_pass_exists() -> None:
     assert set(CASES) >= MUST_PASS | NOT_FOR_THE_ORACLE

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accuracy import Text
 from accuracy_models import CONTROLS, OracleExperts, fake_quantize, oracle, use_oracle
+from accuracy_routing import measure_routing
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_core.evaluation import compare, cut_windows
@@ -94,6 +95,7 @@ def test_a_scheme_costs_far_more_than_what_runs_it(
     # The runner differs by fp32 rounding, and where that moves an activation over a tie of its code.
     assert row.runner.divergence.mean < row.fp32.divergence.mean / 10
     assert row.bf16.divergence.mean > 0
+    assert accuracy.ecosystem_lines([row, row], text).startswith(f"{scheme}, KL({ecosystem} || {ecosystem}): 0.0e+00")
     cells = accuracy.scheme_table([row]).splitlines()
     assert len({line.count("|") for line in cells}) == 1
     assert cells[2].startswith(f"| {scheme}, {ecosystem} | {row.bits:.2f} | ")
@@ -108,12 +110,30 @@ def test_the_oracle_rounds_activations_too(folder: Path, text: Text) -> None:
 
 
 def test_controls(folder: Path, text: Text) -> None:
-    rows = list(accuracy.measure_controls(folder, accuracy._remembered(_fp32(folder)), text))
-    found = {name: comparison.divergence.mean for name, comparison in rows}
+    rows = list(accuracy.measure_controls(folder, text))
+    found = {name: comparison.divergence.mean for name, comparison, _ in rows}
     assert found["none, computed in bf16"] > 0
     assert found["int8, groups of 32"] < found["int4, groups of 32"] < found["int2, groups of 32"]
     assert found["fp8 in tiles, **scales one tile off**"] > 3 * found["fp8 in tiles"]
     assert found["NVFP4, **scales one group off**"] > 3 * found["NVFP4"]
+    for name, comparison, routing in rows:
+        total = found[name] * comparison.model.num_tokens
+        elsewhere = routing.share * comparison.model.num_tokens
+        others = routing.others * (comparison.model.num_tokens - elsewhere)
+        # Both go over the same logits, bf16 ones in another order.
+        assert others == pytest.approx(total * (1 - routing.divergence_share), rel=1e-3)
+        assert 0 <= routing.share < 1
     cells = accuracy.control_table(rows).splitlines()
     assert len(cells) == len(rows) + 2
     assert len({line.count("|") for line in cells}) == 1
+
+
+def test_tokens_that_are_routed_elsewhere(folder: Path, text: Text) -> None:
+    model, reference = _fp32(folder), _fp32(folder)
+    assert measure_routing(model, reference, text.ids, text.windows[:1]).share == 0
+    # Experts in another order in the last layer: every token goes to others, and nothing else has changed.
+    layer = model.model.layers[-1].mlp
+    layer.gate.weight.data = layer.gate.weight.data.roll(1, 0)
+    found = measure_routing(model, reference, text.ids, text.windows[:1])
+    assert found.share == 1
+    assert found.divergence_share == 1

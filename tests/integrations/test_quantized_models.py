@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from oracle import relative_error
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_core.errors import InputError, ResolutionError, SpecError, UnsupportedModelError, WeightsError
 from moe_core.integrations.transformers import NAME, load_model, prepare
+from moe_core.integrations.transformers.stored_experts import find_stored_experts
 from moe_core.manager import BackendManager
 from moe_core.quantizer.checkpoint import quantize_checkpoint
 from moe_core.quantizer.input_amax import ModelInputs
 from moe_core.quantizer.words import WRITABLE
+from tests.integrations.hf_plain_experts import PlainExperts, decorate
 from tests.integrations.hf_quantized import (
     EXPERTS,
     HIDDEN,
@@ -279,3 +283,23 @@ def test_configurations_that_do_not_fit(
     edit_config(folder, **changes)
     with pytest.raises(error, match=message):
         load_model(folder)
+
+
+@pytest.mark.error_path
+def test_a_class_that_computes_something_else_is_refused(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        return hidden_states
+
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeExperts .* computes something else than its flags say"):
+        load_model(written)
+
+
+@pytest.mark.error_path
+def test_weights_besides_the_projections_are_refused() -> None:
+    experts: Any = decorate(PlainExperts)
+    experts.act_fn = nn.PReLU()
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": experts})])})
+    names = [f"layers.0.experts.{expert}.{word}.weight" for expert in range(4) for word in WORDS]
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.experts has weights .* \(act_fn\.weight\)"):
+        find_stored_experts(model, names, FP8, "fp32", torch.device("cpu"))

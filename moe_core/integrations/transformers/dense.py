@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_core.errors import MoeCoreError, WeightsError
-from moe_core.kernels.expert_weights import StoredLinear
+from moe_core.kernels.dequantize import WeightReader, num_columns
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quant import WHOLE, QuantScheme
 from moe_core.quant.hf import read_scheme
@@ -76,15 +76,10 @@ def dequantize(tensors: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
     scale, zero_point = tensors.get("w2_scale"), tensors.get("w2_zero_point")
     if block in _WHOLE_ROWS:
         scale, zero_point = (None if stored is None else stored[..., None] for stored in (scale, zero_point))
-    linear = StoredLinear(
-        weight=tensors["w2"],
-        weight_dtype=scheme.weight_dtype,
-        tile=block if isinstance(block, tuple) else (1, WHOLE),
-        scale=scale,
-        zero_point=zero_point,
-    )
-    out = torch.empty(linear.num_outputs, linear.num_inputs)
-    linear.reader(0).read(out, 0)
+    scale, zero_point = (None if stored is None else stored[0] for stored in (scale, zero_point))
+    weight, tile = tensors["w2"][0], block if isinstance(block, tuple) else (1, WHOLE)
+    out = torch.empty(weight.shape[0], num_columns(weight, scheme.weight_dtype))
+    WeightReader.of(weight, scheme.weight_dtype, tile, scale, zero_point).read(out, 0)
     return out.mul_(tensors["w2_global_scale"]) if scheme.global_scale else out
 
 

@@ -3,6 +3,14 @@
 Weights are e4m3 `[E, N, K]`, or packed fp4 (int8 `[E, N, K / 2]`, even elements in the low nibbles). `..._scale_inv`
 multiplies, in fp32 or e8m0: one per tile of `block_size`, per matrix where that is None, per 32 inputs for fp4. Static
 activation scales are one fp32 number per expert.
+
+What the module's own forward computes depends on the kernel that it finds; besides the order of sums, these read the
+same numbers otherwise:
+
+- Power-of-two weight scales here mean power-of-two activation scales, as in the checkpoints that introduced them. Its
+  Triton kernel does so for blocks of 1 x 32 and keeps fp32 ones for other blocks.
+- It rounds the result of the first projection and the activation to the dtype of the tokens before it quantizes again.
+- For gated experts its kernels take neither one scale per matrix nor tiles that gate and up would share.
 """
 
 from __future__ import annotations

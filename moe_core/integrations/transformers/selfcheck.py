@@ -20,7 +20,7 @@ from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_standard
 from moe_core.kernels.number_formats import E4M3_MAX
 from moe_core.payloads import TORCH_DTYPES, Tensor
-from moe_core.quant import WHOLE, LayerQuant, QuantScheme
+from moe_core.quant import LayerQuant, QuantScheme
 
 # Far above rounding (bf16 experts differ from each other by 1e-2 of the largest value, fp32 ones by 1e-5, and by 1e-3
 # where matrix units round their inputs), far below what another formula does to these probe tokens.
@@ -123,17 +123,19 @@ def _dequantized_linear(
 
 
 def _values(form: Fp8Format, weight: Tensor, scale: Tensor) -> Tensor:
-    dtype, block = ("fp4", FP4_BLOCK) if weight.dtype == torch.int8 else ("fp8", form.block_size)
-    values = weight.new_empty((weight.shape[0], num_columns(weight, dtype)), dtype=torch.float32)
-    codes = weight.view(torch.uint8) if dtype == "fp4" else weight
-    WeightReader.of(codes, dtype, (1, WHOLE), None, None).read(values, 0)
-    factors = scale.float()
-    for axis, size in enumerate(values.shape):
-        count, tile = scale.shape[axis], block[axis] if block else size
-        # Where one tile would hold gate and up, each has a scale.
-        tile = tile if count == -(-size // tile) else size // count
-        factors = factors.repeat_interleave(tile, dim=axis).narrow(axis, 0, size)
-    return values * factors
+    """One expert's matrix `[N, K]` in fp32."""
+    is_fp4 = weight.dtype == torch.int8
+    codes, word = (weight.view(torch.uint8), "fp4") if is_fp4 else (weight, "fp8")
+    shape = (weight.shape[0], num_columns(codes, word))
+    block = FP4_BLOCK if is_fp4 else form.block_size or shape
+    # Where one tile would hold gate and up, each has a scale.
+    rows, columns = (
+        tile if count == -(-size // tile) else size // count
+        for size, tile, count in zip(shape, block, scale.shape, strict=True)
+    )
+    values = weight.new_empty(shape, dtype=torch.float32)
+    WeightReader.of(codes, word, (rows, columns), scale, None).read(values, 0)
+    return values
 
 
 def _probe_tokens(layout: ExpertsLayout, top_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
