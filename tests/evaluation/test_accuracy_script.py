@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy
+import accuracy_routing
 import pytest
 import torch
 from accuracy import Text
@@ -13,7 +14,7 @@ from accuracy_models import CONTROLS, OracleExperts, fake_quantize, oracle, use_
 from accuracy_routing import measure_routing
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_core.evaluation import compare, cut_windows
+from moe_core.evaluation import Window, compare, cut_windows
 from moe_core.quantizer.words import WRITABLE
 
 BOTH = [(scheme, ecosystem) for scheme, ecosystems in WRITABLE.items() for ecosystem in ecosystems]
@@ -137,3 +138,18 @@ def test_tokens_that_are_routed_elsewhere(folder: Path, text: Text) -> None:
     found = measure_routing(model, reference, text.ids, text.windows[:1])
     assert found.share == 1
     assert found.divergence_share == 1
+
+
+def test_routes_and_divergences_are_of_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two made-up models that differ in what they say about and do with the token at position 5."""
+
+    def run(model: str, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, chosen = torch.zeros(piece.shape[1], 4), torch.zeros(piece.shape[1], 1, 2)
+        logits[5, 0] = chosen[5] = float(model == "changed")
+        return logits, chosen
+
+    monkeypatch.setattr(accuracy_routing, "_run", run)
+    for window in (Window(start=0, stop=8, first_target=1), Window(start=0, stop=8, first_target=6)):
+        found = measure_routing("changed", "reference", list(range(8)), (window,))
+        assert found.share == pytest.approx(1 / window.num_targets)
+        assert (found.divergence_share, found.others) == (1, 0)
