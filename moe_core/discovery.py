@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +76,11 @@ class Failed:
         """One line: class and text of the error."""
         return f"{type(self.error).__name__}: {self.error}"
 
+
+#: A plugin module needs neither torch nor a kernel library; one that takes longer to import is noticed.
+SLOW_SECONDS = 2.0
+#: Characters of what a plugin prints that a warning shows.
+_SHOWN = 80
 
 _LOADING: ContextVar[str] = ContextVar("loading", default="")
 
@@ -147,8 +154,24 @@ def _found(entry_point: importlib.metadata.EntryPoint) -> Found:
 
 
 def load(found: Found) -> Loaded | Failed:
-    """Import one plugin; whatever it raises, `sys.exit` included, is its own failure and nobody else's."""
+    """Import one plugin; whatever it raises, `sys.exit` included, is its own failure and nobody else's.
+
+    What it prints does not reach stdout, where a command may be writing a document; a warning says so, and another one
+    names a plugin whose import takes longer than `SLOW_SECONDS`.
+    """
+    printed, start = io.StringIO(), time.perf_counter()
     try:
-        return Loaded(found=found, module=found.load())
+        with contextlib.redirect_stdout(printed):
+            module = found.load()
+        _warn_of(found, time.perf_counter() - start, printed.getvalue())
     except (Exception, SystemExit) as error:
         return Failed.because(found, "load", error)
+    return Loaded(found=found, module=module)
+
+
+def _warn_of(found: Found, seconds: float, printed: str) -> None:
+    if seconds > SLOW_SECONDS:
+        text = f"importing plugin {found} took {seconds:.1f} s; everything heavy belongs inside its hooks"
+        warnings.warn(text, stacklevel=3)
+    if printed:
+        warnings.warn(f"plugin {found} printed on import: {printed[:_SHOWN]!r}", stacklevel=3)

@@ -148,7 +148,8 @@ def process_weights_after_loading(  # type: ignore[empty-body]
             the callables of `weights` (the core binds again if these have changed).
 
     Returns:
-        `PreparedWeights` with the plan's layout tag and **every** per-expert tensor (`out` itself if given).
+        `PreparedWeights` with the tag of the layout that was made (written, not copied from the plan, so that a plan
+        for another one is noticed) and **every** per-expert tensor; `out` itself if given.
         Work expert by expert (one expert of extra memory). A raw tensor that needs no change may be returned
         as it is, with `owned=False`.
 
@@ -157,9 +158,10 @@ def process_weights_after_loading(  # type: ignore[empty-body]
         >>> @hookimpl
         ... def process_weights_after_loading(plan, weights, out):
         ...     from moe_core.payloads import PreparedTensor, PreparedWeights
+        ...
         ...     if out is None:
         ...         borrowed = {n: PreparedTensor(data=t, owned=False) for n, t in weights.tensors.items()}
-        ...         return PreparedWeights(layout=plan.weight_layout, tensors=borrowed)
+        ...         return PreparedWeights(layout="toy", tensors=borrowed)
         ...     for name, tensor in weights.tensors.items():
         ...         out[name].copy_(tensor)
         ...     return out
@@ -190,7 +192,9 @@ def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> Expe
         >>> @hookimpl
         ... def fused_experts(plan, route, weights):
         ...     import torch
+        ...
         ...     w13, w2 = weights["w13"], weights["w2"]
+        ...
         ...     def experts(tokens):
         ...         out = torch.zeros_like(tokens.hidden_states)
         ...         for expert in range(w13.shape[0]):
@@ -199,6 +203,7 @@ def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> Expe
         ...             rows = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
         ...             out.index_add_(0, token, rows * tokens.topk_weights[token, slot, None].to(rows.dtype))
         ...         return out
+        ...
         ...     return experts
 
     Since: hook API 1.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import expect
 
+from moe_core import discovery
 from moe_core.discovery import Failed, Loaded, find, load
 from moe_core.errors import PluginError, UnknownNameError
 from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
@@ -148,3 +149,44 @@ def test_loading(site: Site) -> None:
     assert isinstance(loaded, Loaded)
     assert loaded.module is sys.modules["found_good"]
     assert str(found) == "'good' (dist-found-good 1.2, entry point found_good)"
+
+
+INVALID = """
+from moe_core.hookspecs import hookimpl
+from moe_core.specs import PluginSpec, Requirement
+
+@hookimpl
+def declare_backends():
+    return PluginSpec(name={name!r}, hook_api=1, requirements=(Requirement(module="x", minimum="newest"),))
+"""
+
+
+def test_a_slow_import_is_named_with_its_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("slow", "found_slow")
+    monkeypatch.setattr(discovery, "SLOW_SECONDS", -1.0)
+    (found,) = find(["slow"])
+    with pytest.warns(UserWarning, match=r"importing plugin 'slow' \(dist-found-slow 1\.2, .*took \d+\.\d s"):
+        loaded = load(found)
+    expect(isinstance(loaded, Loaded), loaded)
+
+
+def test_what_a_plugin_prints_on_import_does_not_reach_stdout(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("loud", "found_loud", "print('here I am')\n" + GOOD)
+    (found,) = find(["loud"])
+    with pytest.warns(UserWarning, match=r"plugin 'loud' .*printed on import: 'here I am"):
+        loaded = load(found)
+    expect(isinstance(loaded, Loaded), loaded)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.error_path
+def test_an_invalid_declaration_costs_only_its_plugin(site: Site) -> None:
+    site.install("invalid", "found_invalid", INVALID)
+    site.install("fine", "found_fine")
+    manager = default_manager()
+    expect("fine" in manager.names(), manager.reports())
+    (failed,) = [failed for failed in manager.failures() if failed.found.name == "invalid"]
+    expect(failed.stage == "register", failed)
+    expect("Requirement 'x', field 'minimum': Invalid version: 'newest'" in str(failed), failed)
+    with pytest.raises(PluginError, match=r"'invalid' \(dist-found-invalid 1\.2"):
+        manager.require("invalid")

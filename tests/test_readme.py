@@ -11,6 +11,7 @@ from layers import exact, random_tensors, random_tokens, torch_manager
 from reference_moe import rel
 
 from moe_core import Environment, LayerRequest, MoELayer, RawWeights
+from moe_core.testing import Kit
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -44,3 +45,11 @@ def test_the_plugin() -> None:
         layer.load_weights(RawWeights(tensors=tensors))
         # Every GEMM's result and the product of gate and up are rounded to bf16.
         assert rel(layer(*tokens).double(), exact(request, tensors, tokens)) < 2e-2
+
+
+def test_the_plugin_passes_the_conformance_kit() -> None:
+    plugin = types.ModuleType("my_backend")
+    exec(_program("my_backend/plugin.py"), plugin.__dict__)
+    results = [case.run() for case in Kit(plugin, device="cpu").cases()]
+    # A module without a file cannot be imported by another process.
+    assert [result for result in results if result.status != "passed" and result.check != "import"] == []

@@ -31,7 +31,16 @@ def test_torch_is_not_imported(python, code):
 
 
 def test_commands():
-    assert sorted(COMMANDS) == ["eval", "list-backends", "quantize", "resolve", "run"]
+    assert sorted(COMMANDS) == [
+        "doctor",
+        "eval",
+        "list-backends",
+        "new-plugin",
+        "quantize",
+        "resolve",
+        "run",
+        "verify",
+    ]
 
 
 @pytest.mark.parametrize(

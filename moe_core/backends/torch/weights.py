@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_core.backends.torch.plugin import WEIGHT_LAYOUT
 from moe_core.kernels.number_formats import scale_values
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
@@ -24,7 +25,7 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     }
     if out is None:
         return PreparedWeights(
-            layout=plan.weight_layout,
+            layout=WEIGHT_LAYOUT,
             tensors=tensors,
             activation=weights.activation,
             post_norm=weights.post_norm,

@@ -1,0 +1,88 @@
+"""Write the reference pages for authors, docs/hooks.md and docs/capabilities.md, from docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from moe_core import hookspecs
+from moe_core.activation import ActivationPattern
+from moe_core.plugin_checks import HOOKS
+from moe_core.quant import QuantScheme
+from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+
+FOLDER = Path(__file__).parent
+DECLARATIONS = (PluginSpec, RunnerSpec, DispatcherSpec, TokenDtype, QuantScheme, ActivationPattern, Limit, Requirement)
+_WRITTEN = "Written by `python docs/make_reference.py` from docstrings; a test compares."
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warning|Example|Since): ?(.*)$")
+
+
+def hooks_page() -> str:
+    """Every hook: purpose, when it is called, arguments, result, example."""
+    introduction = (inspect.getdoc(hookspecs) or "").partition("\n\n")[2]
+    parts = ["# The hooks", _WRITTEN, introduction]
+    for name in HOOKS:
+        function = getattr(hookspecs, name)
+        arguments = ",\n".join(f"    {n}: {t}" for n, t in function.__annotations__.items() if n != "return")
+        inner = f"\n{arguments},\n" if arguments else ""
+        signature = f"def {name}({inner}) -> {function.__annotations__['return']}"
+        parts += [f"## `{name}`", f"```python\n{signature}\n```", _text(inspect.getdoc(function) or "")]
+    return "\n\n".join(parts) + "\n"
+
+
+def capabilities_page() -> str:
+    """Every value of a declaration, field by field."""
+    introduction = (
+        "A declaration is a promise: the resolver never asks for what is not declared, and the conformance kit tries "
+        "what is.\nEvery limit that is left out becomes a wrong answer or a crash on somebody's model."
+    )
+    parts = ["# Capabilities", _WRITTEN, introduction]
+    for declaration in DECLARATIONS:
+        parts += [f"## `{declaration.__name__}`", _text(inspect.getdoc(declaration) or "")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(docstring: str) -> str:
+    """Sections as bold words, arguments and attributes as lists, examples as sessions."""
+    lines: list[str] = []
+    section = ""
+    for line in docstring.splitlines():
+        heading = _SECTION.match(line)
+        if heading:
+            lines += _end(section)
+            section = heading[1]
+            lines += [f"**{section}** {heading[2]}".rstrip(), ""]
+            lines += ["```pycon"] if section == "Example" else []
+        else:
+            lines.append(_line(line, section))
+    return "\n".join(_single_blanks([*lines, *_end(section)])).strip()
+
+
+def _end(section: str) -> list[str]:
+    return ["```", ""] if section == "Example" else []
+
+
+def _line(line: str, section: str) -> str:
+    if section in ("Args", "Attributes", "Raises"):
+        named = re.match(r"^    (\w[\w, ]*): (.*)$", line)
+        return f"* `{named[1]}`: {named[2]}" if named else line.replace("        ", "  ", 1)
+    return line.removeprefix("    ") if section else line
+
+
+def _single_blanks(lines: Iterable[str]) -> list[str]:
+    """Without blank lines at the end of an example, and none twice in a row."""
+    kept: list[str] = []
+    for line in lines:
+        if kept and not kept[-1].strip() and (not line.strip() or line == "```"):
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+PAGES = {"hooks.md": hooks_page, "capabilities.md": capabilities_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The moe-core backend `toy_accelerator`."""

@@ -1,0 +1,164 @@
+"""`moe-core doctor`: one screen about this machine for a bug report, and what to install."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import attrs
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from moe_core.cli.backend_status import Backend, backends_on, parts_of
+from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
+from moe_core.cli.output import fields, print_json, stdout, table, verdict
+from moe_core.environment import Environment, probe_environment
+from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
+from moe_core.specs import Requirement
+
+SCHEMA = 1
+_OWN_PACKAGES = ("moe-core", "torch", "pluggy")
+
+
+@attrs.frozen
+class Package:
+    """One distribution that a plugin asks for, on this machine.
+
+    Attributes:
+        module: Its import name.
+        found: Its version, "" if unknown, None if it is not installed.
+        needed: Lowest version that some plugin needs -> the plugins.
+        missing: Plugins that it is missing for, or too old for.
+        install: What to type to get it, where that is known.
+    """
+
+    module: str
+    found: str | None
+    needed: dict[str, list[str]]
+    missing: tuple[str, ...]
+    install: str
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the screen.")] = False,
+) -> None:
+    """Describe this machine: device, packages against what plugins need, broken plugins, foreign variables."""
+    manager = default_manager()
+    environment = probe_environment(manager.modules_required())
+    backends = backends_on(manager, environment, probed=True)
+    packages = _packages(backends, environment)
+    variables = foreign_variables(os.environ)
+    if as_json:
+        print_json(_json(environment, backends, packages, variables))
+    else:
+        stdout().print(_view(environment, backends, packages, variables))
+    if any(backend.failure for backend in backends):
+        raise typer.Exit(1)
+
+
+def _requirements(backends: list[Backend]) -> Iterator[tuple[str, Requirement]]:
+    """Plugin and requirement, each pair once."""
+    pairs = [
+        (backend.found.name, requirement)
+        for backend in backends
+        if backend.spec is not None
+        for part in (backend.spec, *parts_of(backend.spec))
+        for requirement in part.requirements
+    ]
+    yield from dict.fromkeys(pairs)
+
+
+def _packages(backends: list[Backend], environment: Environment) -> list[Package]:
+    by_module: dict[str, list[tuple[str, Requirement]]] = {}
+    for plugin, requirement in _requirements(backends):
+        by_module.setdefault(requirement.module, []).append((plugin, requirement))
+    return [_package(module, asked, backends, environment) for module, asked in sorted(by_module.items())]
+
+
+def _package(
+    module: str, asked: list[tuple[str, Requirement]], backends: list[Backend], environment: Environment
+) -> Package:
+    needed: dict[str, list[str]] = {}
+    for plugin, requirement in asked:
+        needed.setdefault(requirement.minimum, []).append(plugin)
+    missing = [
+        backend.found.name
+        for backend in backends
+        if any(
+            reason.code in ("package", "version") and reason.needs.partition(" ")[0] == module
+            for reasons in backend.reasons.values()
+            for reason in reasons
+        )
+    ]
+    install = next((requirement.install for _, requirement in asked if requirement.install), "")
+    return Package(module, environment.version(module), needed, tuple(missing), install)
+
+
+def _own() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _OWN_PACKAGES}}
+
+
+def _view(
+    environment: Environment, backends: list[Backend], packages: list[Package], variables: list[ForeignVariable]
+) -> RenderableType:
+    device = " ".join(filter(None, (environment.device_type, environment.arch)))
+    machine = {
+        "device": ", ".join(dict.fromkeys(filter(None, (device, environment.device_name, environment.driver)))),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
+        "plugins": os.environ.get(ALLOW_LIST_VARIABLE, "") and f"only {os.environ[ALLOW_LIST_VARIABLE]} (by variable)",
+    }
+    plugins = table("PLUGIN", "VERSION", "STATUS")
+    for backend in backends:
+        plugins.add_row(backend.found.name, backend.found.version or "-", verdict(backend.summary))
+    views: list[RenderableType] = [fields(machine), Text(), plugins]
+    if packages:
+        views += [Text(), _package_table(packages)]
+    if variables:
+        rows = table("VARIABLE OF ANOTHER PROJECT", "DECIDES THERE", "SAY HERE")
+        for variable in variables:
+            rows.add_row(f"{variable.name}={variable.value}", variable.effect, variable.here)
+        views += [Text(), rows]
+    hints = list(dict.fromkeys(package.install for package in packages if package.missing and package.install))
+    if hints:
+        views += [Text(), fields({"to install": "\n".join(hints)})]
+    return Group(*views)
+
+
+def _package_table(packages: list[Package]) -> RenderableType:
+    rows = table("PACKAGE", "FOUND", "NEEDED", "MISSING FOR")
+    for package in packages:
+        found = "-" if package.found is None else package.found or "unknown"
+        needed = [
+            f"{f'>= {minimum}' if minimum else 'any'} by {', '.join(plugins)}"
+            for minimum, plugins in package.needed.items()
+        ]
+        rows.add_row(package.module, found, "\n".join(needed), ", ".join(package.missing) or "-")
+    return rows
+
+
+def _json(
+    environment: Environment, backends: list[Backend], packages: list[Package], variables: list[ForeignVariable]
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "environment": environment.to_json(),
+        "versions": _own(),
+        "plugins": [
+            {
+                "name": backend.found.name,
+                "distribution": backend.found.distribution,
+                "version": backend.found.version,
+                "status": backend.status,
+                "problem": backend.problem,
+                "traceback": backend.failure.traceback if backend.failure else "",
+            }
+            for backend in backends
+        ],
+        "packages": [attrs.asdict(package) for package in packages],
+        "variables": [attrs.asdict(variable) for variable in variables],
+    }

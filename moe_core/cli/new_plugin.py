@@ -1,0 +1,72 @@
+"""`moe-core new-plugin`: a complete plugin to begin with, that already passes the conformance kit."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from moe_core.errors import SpecError
+from moe_core.manager import default_manager
+
+_TEMPLATE = "plugin_template"
+_SUFFIX = ".in"
+
+
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin's name: lower-case letters, digits and '_'.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write it; default: ./NAME.")
+    ] = None,
+) -> None:
+    """Write a new backend plugin: a package that lists, resolves, runs and passes the conformance kit as it is."""
+    files = plugin_files(name)
+    folder = output or Path(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(f"{folder} exists and is not empty; nothing was written. Name another with --output")
+    taken = {*default_manager().names(), *(failed.found.name for failed in default_manager().failures())}
+    if name in taken:
+        raise SpecError(f"a plugin called {name!r} is installed already, and two would both be refused; choose another")
+    for path, text in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {folder}. Next:")
+    typer.echo(f"  pip install -e '{folder}[test]'")
+    typer.echo(f"  moe-core verify {name}        # or: pytest {folder}")
+    typer.echo(f"  then replace what {folder / 'README.md'} lists")
+
+
+def plugin_files(name: str) -> dict[str, str]:
+    """Path -> text of every file of a new plugin.
+
+    Raises:
+        SpecError: The name cannot be an import name.
+    """
+    if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise SpecError(f"plugin name {name!r}: expected lower-case letters, digits and '_', beginning with a letter")
+    words = {
+        "plugin": name,
+        "package": f"moe_plugin_{name}",
+        "distribution": f"moe-plugin-{name.replace('_', '-')}",
+    }
+    return {
+        path.removesuffix(_SUFFIX).replace("package/", f"{words['package']}/"): Template(text).substitute(words)
+        for path, text in _files(resources.files(__package__) / _TEMPLATE, "")
+    }
+
+
+def _files(folder: Traversable, prefix: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            found += _files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(_SUFFIX):
+            found.append((f"{prefix}{entry.name}", entry.read_text(encoding="utf-8")))
+    return found

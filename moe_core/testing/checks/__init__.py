@@ -1,0 +1,1 @@
+"""The checks: plain functions that raise `ConformanceError`, grouped by what they are about."""

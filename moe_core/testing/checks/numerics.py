@@ -1,0 +1,121 @@
+"""Whether the numbers are those of the layer, and whether each ingredient is used exactly once and the right way."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+
+from moe_core.payloads import TORCH_DTYPES
+from moe_core.testing.bench import Bench
+from moe_core.testing.compare import APART, problem_of, relative_error, require_apart
+from moe_core.testing.outcome import NotRun, require
+from moe_core.testing.rounding import LARGEST
+from moe_core.testing.stored import StoredLayer
+
+#: Size of the values beside an outlier, such that the outlier itself is finite in fp16.
+_SMALL = 0.25
+#: Distance of neighbouring codes near zero.
+_SMALLEST_STEP = {"fp8": 2.0**-9, "int8": 1.0, "int4": 1.0, "fp4": 0.5}
+
+
+def check_answer(bench: Bench) -> None:
+    """The output is the float64 answer, as near as this cell's roundings allow, and the same for a second call."""
+    tokens = bench.tokens()
+    bench.require(tokens, "random tokens")
+    again = bench.tokens(seed=1)
+    bench.require(again, "a second forward")
+
+
+def check_gate_up_order(bench: Bench) -> None:
+    """The gate is the first half of `w13` (even rows if interleaved), on weights where the halves differ."""
+    tokens = bench.tokens()
+    require_apart(bench.stored.reference, "gate and up rows of w13 are swapped", tokens, bench.tolerance)
+    bench.require(tokens, "gate and up of different size")
+
+
+def check_activation_parameters(bench: Bench) -> None:
+    """alpha, limit, beta and clamp are honoured, on values that they change."""
+    tokens = bench.tokens()
+    require_apart(bench.stored.reference, "alpha, limit and beta are ignored", tokens, bench.tolerance)
+    bench.require(tokens, str(bench.cell.activation))
+
+
+def check_router_weights(bench: Bench) -> None:
+    """Router weights are applied exactly once: neither left out nor squared; they are neither one nor sum to one."""
+    tokens = bench.tokens()
+    for name in ("router weights are not applied", "router weights are applied twice"):
+        require_apart(bench.stored.reference, name, tokens, bench.tolerance)
+    bench.require(tokens, "router weights that do not sum to one")
+    # Half precision weights are used as fp32, not the other way round.
+    hidden, ids, weights = tokens
+    coarse = (hidden, ids, weights.to(TORCH_DTYPES["bf16"]))
+    bench.require(coarse, "router weights in bf16")
+
+
+def check_features(bench: Bench) -> None:
+    """A declared bias, norm or input weighting is computed, on a layer where leaving it out shows."""
+    names = {
+        "bias": "biases are ignored",
+        "weight_on_input": "router weight is applied to the",
+        "post_norm": "norm after each expert is left out",
+    }
+    tokens = bench.tokens()
+    require_apart(bench.stored.reference, names[bench.cell.feature], tokens, bench.tolerance)
+    bench.require(tokens, f"a layer with {bench.cell.feature}")
+
+
+def check_activation_rounding(bench: Bench) -> None:
+    """Activations are rounded as the scheme says: beside an outlier in their group, small ones become coarse.
+
+    The weights of the outliers' channels are zero, or their contribution would hide the rest.
+    """
+    scheme = bench.request.local_quant.w13
+    group = scheme.activation_group
+    if group == 0 or scheme.zero_point is True:
+        raise NotRun(f"{scheme}: no outlier of one channel can be made")
+    hidden, ids, weights = bench.tokens()
+    width = group if isinstance(group, int) and group > 0 else hidden.shape[1]
+    hidden = hidden * _SMALL
+    hidden[:, ::width] = _outlier(scheme.activation_dtype)
+    tokens = (hidden, ids, weights)
+    stored = _without_channels(bench.stored, width, packed=scheme.weight_dtype in ("int4", "fp4"))
+    exact = attrs.evolve(stored.reference, round1=lambda rows: rows)
+    distance = relative_error(exact(*tokens), stored.reference(*tokens))
+    proves = f"this check proves nothing here: rounded and exact activations are {distance:.2g} apart"
+    require(distance > APART * bench.tolerance, proves)
+    output = bench.run(tokens, bench.bind(bench.prepare(bench.raw(stored))))
+    looks_exact = problem_of(output, exact(*tokens), bench.tolerance) is None
+    require(not looks_exact, f"activations are not rounded to {scheme.activation_dtype}, as {scheme} says they are")
+    bench.require(tokens, "activations beside an outlier", output, stored)
+
+
+def _outlier(dtype: str) -> float:
+    """A power of two beside which values of size `_SMALL` are about half a step of the format."""
+    return 2.0 ** math.floor(math.log2(LARGEST[dtype] / _SMALLEST_STEP[dtype] * _SMALL / 0.6))
+
+
+def _without_channels(stored: StoredLayer, width: int, packed: bool) -> StoredLayer:
+    """The layer with zero weights in every `width`-th input channel of `w13`."""
+    tensors, values = dict(stored.tensors), stored.reference.w13.clone()
+    codes = tensors["w13"].clone().view(torch.uint8)
+    if packed:
+        codes[:, :, :: width // 2] &= 0xF0
+    else:
+        codes[:, :, ::width] = 0
+    tensors["w13"] = codes.view(stored.tensors["w13"].dtype)
+    values[:, :, ::width] = 0
+    return attrs.evolve(stored, tensors=tensors, reference=attrs.evolve(stored.reference, w13=values))
+
+
+def check_output_form(bench: Bench) -> None:
+    """The output has the layer's dtype, the input's shape and device, and memory of its own."""
+    tokens = bench.tokens()
+    output = bench.run(tokens)
+    dtype = TORCH_DTYPES[bench.request.dtype]
+    require(output.dtype == dtype, f"the output is {output.dtype}, the layer's dtype is {dtype}")
+    require(output.shape == tokens[0].shape, f"the output has shape {list(output.shape)}, not {list(tokens[0].shape)}")
+    require(output.device == tokens[0].device, f"the output lies on {output.device}, the input on {tokens[0].device}")
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in tokens}
+    require(output.untyped_storage().data_ptr() not in inputs, "the output shares memory with an input")

@@ -1,0 +1,126 @@
+"""Several ranks: unequal numbers of tokens and of experts, ranks without tokens, and one sum over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from moe_core.environment import Environment
+from moe_core.errors import MoeCoreError
+from moe_core.payloads import ExpertGroup
+from moe_core.placement import ExpertPlacement
+from moe_core.specs import Candidate
+from moe_core.testing.backend import Backend
+from moe_core.testing.bench import Bench
+from moe_core.testing.cells import Cell, cells_of, serves_one_rank
+from moe_core.testing.compare import problem_of
+from moe_core.testing.outcome import ConformanceError, NotRun, require
+from moe_core.testing.ranks import RankError, run_on_ranks
+
+#: Sizes of a group, the best first: no divisor of five experts, and few enough for a small machine.
+GROUP_SIZES = (3, 2, 4)
+#: Tokens of each rank: some, none, one, many.
+_RAGGED = (4, 0, 1, 6)
+
+
+def group_size(pair: Candidate) -> int | None:
+    """A number of ranks that both parts allow, None if there is none."""
+    parts = [part for part in (pair.dispatcher, pair.runner) if part is not None]
+    limits = [limit for part in parts for limit in part.spec.limits if limit.field == "ep_size"]
+    return next((size for size in GROUP_SIZES if all(limit.allows(size) for limit in limits)), None)
+
+
+def _placements(pair: Candidate) -> tuple[str, ...]:
+    part = pair.runner if pair.dispatcher is None else pair.dispatcher
+    return part.spec.token_placements
+
+
+def takes_distributed_tokens(pair: Candidate) -> bool:
+    """Whether each rank may bring its own tokens."""
+    return group_size(pair) is not None and "distributed" in _placements(pair)
+
+
+def takes_replicated_tokens(pair: Candidate) -> bool:
+    """Whether every rank may have all tokens."""
+    return group_size(pair) is not None and "replicated" in _placements(pair)
+
+
+def check_replicated_ranks(bench: Bench) -> None:
+    """Every rank has all tokens: the parts of the ranks add up to the answer, once, however experts are placed."""
+    size = group_size(bench.cell.pair) or 0
+    cell = attrs.evolve(bench.cell, ep_size=size, token_placement="replicated")
+    for kind in ("contiguous", "round_robin"):
+        total, last = torch.zeros(()), None
+        for rank in range(size):
+            group = ExpertGroup(rank=rank, size=size)
+            last = Bench(bench.backend, cell, group=group, placement=ExpertPlacement(kind))
+            total = total + last.run(last.tokens()).cpu().double()
+        if last is not None:
+            last.require(last.tokens(), f"the sum over {size} ranks with {kind} experts", total)
+
+
+def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
+    """Each rank has its own tokens, one has none, experts are uneven: every rank gets its tokens' answers, twice."""
+    if backend.device not in ("cpu", "cuda"):
+        raise NotRun(f"no transport between ranks on device {backend.device} is known here")
+    if not backend.is_importable:
+        raise NotRun(f"module {backend.module.__name__} has no file, so that no other process can import it")
+    size = group_size(pair) or 0
+    if backend.device == "cuda" and torch.cuda.device_count() < size:
+        raise NotRun(f"{size} ranks need as many GPUs, found {torch.cuda.device_count()}")
+    cells = _rank_cells(backend, pair, size)
+    benches = [Bench(backend, cell) for cell in cells]
+    arguments = (*backend.names, backend.environment, backend.device, cells)
+    transport = "nccl" if backend.device == "cuda" else "gloo"
+    try:
+        answers = run_on_ranks(_outputs, [arguments] * size, transport)
+    except TimeoutError as error:
+        raise ConformanceError(f"{size} ranks, one without tokens, hang: {error}") from error
+    for rank, outputs in enumerate(answers):
+        if isinstance(outputs, RankError):
+            raise ConformanceError(f"rank {rank} of {size}, {_RAGGED[rank]} tokens: it raised {outputs.text}")
+    for index, bench in enumerate(benches):
+        for rank in range(size):
+            _compare(bench, rank, size, answers[rank][index])
+
+
+def _compare(bench: Bench, rank: int, size: int, output: Any) -> None:
+    tokens = bench.tokens(_RAGGED[rank], seed=rank)
+    where = f"{bench.cell}: rank {rank} of {size}, {_RAGGED[rank]} tokens"
+    problem = problem_of(torch.from_numpy(output), bench.stored.reference(*tokens), bench.tolerance)
+    require(problem is None, f"{where}: {problem}")
+
+
+def _rank_cells(backend: Backend, pair: Candidate, size: int) -> list[Cell]:
+    """The first cell of every layer dtype, dispatch dtype, phase and feature, and of every scheme that needs ranks."""
+    alone = any(serves_one_rank(other) for other in backend.pairs if other.runner == pair.runner)
+    first: dict[object, Cell] = {}
+    for cell in cells_of(pair, size):
+        scheme = None if alone else cell.quant
+        first.setdefault((scheme, cell.dtype, cell.token_dtype, cell.phase, cell.feature), cell)
+    return [cell for cell in first.values() if cell.token_dtype is not None]
+
+
+def _outputs(
+    group: ExpertGroup,
+    plugin: str,
+    companions: tuple[str, ...],
+    environment: Environment,
+    device: str,
+    cells: list[Cell],
+) -> list[Any]:
+    """A rank's job: its output of the second of two forwards for each cell, as arrays."""
+    backend = Backend(plugin, environment=environment, device=device, companions=companions)
+    found = []
+    for cell in cells:
+        bench = Bench(backend, cell, group=group)
+        try:
+            bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank + 50))
+            output = bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank))
+        except MoeCoreError as error:
+            error.add_note(f"cell {cell}")
+            raise
+        found.append(output.detach().double().cpu().numpy())
+    return found

@@ -1,0 +1,64 @@
+"""`moe-core doctor`: packages against requirements, broken plugins, variables of other projects."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_core.cli.foreign_variables import KNOWN, foreign_variables
+
+pytestmark = pytest.mark.error_path
+
+
+@pytest.fixture(scope="module")
+def document(moe_core):
+    result = moe_core(
+        "doctor", "--json", sites=("broken", "vendors"), SGLANG_DEEPEP_BF16_DISPATCH="1", VLLM_SOMETHING_NEW="x"
+    )
+    assert result.returncode == 1
+    return json.loads(result.stdout)
+
+
+def test_a_machine_with_the_built_in_plugin_alone(moe_core):
+    result = moe_core("doctor", COLUMNS="120")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert len(lines) < 24
+    assert lines[0].startswith("device")
+    assert any(line.split()[:1] == ["torch"] and "ready" in line for line in lines)
+    assert any(line.split()[:1] == ["torch"] and ">= 2.10 by torch" in line for line in lines)
+    assert "to install" not in result.stdout
+
+
+def test_packages_are_compared_with_what_plugins_need(document):
+    packages = {package["module"]: package for package in document["packages"]}
+    assert packages["torch"]["missing"] == []
+    missing = {module for module, package in packages.items() if package["missing"]}
+    assert missing
+    for module in missing:
+        assert packages[module]["found"] is None
+        assert packages[module]["needed"]
+
+
+def test_broken_plugins_are_named_with_their_tracebacks(document):
+    plugins = {plugin["name"]: plugin for plugin in document["plugins"]}
+    assert plugins["torch"]["status"] == "ready"
+    broken = [plugin for plugin in document["plugins"] if plugin["status"] in ("failed", "conflict")]
+    assert {"import_fails", "exits", "other_api", "twin"} <= {plugin["name"] for plugin in broken}
+    assert all(plugin["problem"] and plugin["traceback"] for plugin in broken)
+
+
+def test_the_screen_says_what_to_install(moe_core):
+    result = moe_core("doctor", sites=("vendors",), COLUMNS="160")
+    assert "to install" in result.stdout
+    assert "unavailable" in result.stdout
+
+
+def test_variables_of_other_projects(document):
+    variables = {variable["name"]: variable for variable in document["variables"]}
+    assert "dispatch_dtype='bf16'" in variables["SGLANG_DEEPEP_BF16_DISPATCH"]["here"]
+    assert variables["VLLM_SOMETHING_NEW"]["here"] == "not read"
+    assert foreign_variables({"PATH": "/bin"}) == []
+    assert [variable.name for variable in foreign_variables(dict.fromkeys(KNOWN, "1"))] == sorted(KNOWN)

@@ -1,0 +1,343 @@
+"""One deliberately wrong backend per check: each replaces one part of the toy."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import toy_backend as toy
+from toy_backend import LAYOUT, Parts, Tensor, Weights, expert_row
+
+from moe_core.payloads import PreparedTensor, PreparedWeights
+from moe_core.quant import W8A8_INT8
+
+
+@attrs.frozen(eq=False)
+class Fake:
+    """A wrong backend: the check that is made for it, and what that check must say."""
+
+    check: str
+    says: str
+    parts: Callable[[], Parts]
+
+    def module(self, name: str) -> types.ModuleType:
+        return toy.make_plugin(name, self.parts())
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+def swapped_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    half = weights.tensors["w13"].shape[1] // 2
+    tensors = {name: t.roll(half, 1) if name in ("w13", "b13") else t for name, t in weights.tensors.items()}
+    return expert_row(x, expert, attrs.evolve(weights, tensors=tensors))
+
+
+def plain_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    plain = attrs.evolve(weights.spec, alpha=1.0, limit=None, beta=0.0, clamp="before")
+    return expert_row(x, expert, attrs.evolve(weights, spec=plain))
+
+
+def unbiased_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith("b")}
+    return expert_row(x, expert, attrs.evolve(weights, tensors=tensors))
+
+
+def exact_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    return expert_row(x, expert, attrs.evolve(weights, rounds=False))
+
+
+def coarse_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    return expert_row(x, expert, weights).to(torch.float8_e4m3fn).float()
+
+
+def sixteenths_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
+    """Reads whole blocks of 16 channels only."""
+    x = x.clone()
+    x[len(x) // 16 * 16 :] = 0
+    return expert_row(x, expert, weights)
+
+
+def weighted_twice(tokens: Any, row: Any) -> Tensor:
+    return toy.standard(attrs.evolve(tokens, topk_weights=tokens.topk_weights**2), row)
+
+
+def wide_output(tokens: Any, row: Any) -> Tensor:
+    return toy.standard(tokens, row).float()
+
+
+# --- routing -------------------------------------------------------------------------------------------------------
+
+
+def last_for_none(tokens: Any, row: Any) -> Tensor:
+    return toy.standard(attrs.evolve(tokens, topk_ids=tokens.topk_ids % 5), row)
+
+
+def dense(tokens: Any, row: Any) -> Tensor:
+    """Every expert for every token, times a zero weight for those that were not chosen."""
+    out = torch.zeros(tokens.hidden_states.shape, dtype=torch.float32)
+    for token, expert in itertools.product(range(len(out)), range(5)):
+        weight = (tokens.topk_weights[token].float() * (tokens.topk_ids[token] == expert)).sum()
+        x = tokens.hidden_states[token] if weight != 0 else torch.ones_like(tokens.hidden_states[token])
+        out[token] += row(x, expert) * weight
+    return out.to(tokens.hidden_states.dtype)
+
+
+def with_capacity(tokens: Any, row: Any) -> Tensor:
+    """Drops what an expert gets beyond five rows."""
+    ids = tokens.topk_ids.clone()
+    for expert in range(5):
+        for token, slot in (ids == expert).nonzero().tolist()[5:]:
+            ids[token, slot] = -1
+    return toy.standard(attrs.evolve(tokens, topk_ids=ids), row)
+
+
+def needs_a_token(tokens: Any, row: Any) -> Tensor:
+    largest = int(tokens.topk_ids.max())
+    return toy.standard(tokens, row) if largest >= -1 else tokens.hidden_states
+
+
+def once_per_row(tokens: Any, row: Any) -> Tensor:
+    ids = tokens.topk_ids.clone()
+    for slot in range(1, ids.shape[1]):
+        ids[(ids[:, slot, None] == ids[:, :slot]).any(1), slot] = -1
+    return toy.standard(attrs.evolve(tokens, topk_ids=ids), row)
+
+
+def one_tile(tokens: Any, row: Any) -> Tensor:
+    """Computes at most eight rows of an expert."""
+    return toy.contiguous(attrs.evolve(tokens, num_tokens_per_expert=tokens.num_tokens_per_expert.clamp(max=8)), row)
+
+
+def as_if_contiguous(tokens: Any, row: Any) -> Tensor:
+    ids = tokens.topk_ids
+    return toy.standard(attrs.evolve(tokens, topk_ids=ids.as_strided(ids.shape, (ids.shape[1], 1))), row)
+
+
+def trusting_dispatch(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    return toy.group_rows(hidden, ids, weights, plan.request.local_slots(group.rank), toy.ALIGNMENT)
+
+
+# --- dispatch ------------------------------------------------------------------------------------------------------
+
+
+def dense_groups(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    toy.check_ids(ids, plan.request.num_experts)
+    return toy.group_rows(hidden, ids, weights, plan.request.local_slots(group.rank), 1)
+
+
+def first_experts(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    """Takes global ids for local ones."""
+    toy.check_ids(ids, plan.request.num_experts)
+    count = len(plan.request.local_slots(group.rank))
+    return toy.group_rows(hidden, ids, weights, range(count), toy.ALIGNMENT)
+
+
+def unweighted_combine(rows: Tensor, handle: Any) -> Tensor:
+    places, weights, shape = handle
+    return toy.combine(rows, (places, torch.ones_like(weights), shape))
+
+
+class Moody:
+    """Rounds differently in every second call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        self.calls += 1
+        return toy.combine(rows, handle) * (1.0 + self.calls % 2 / 128)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def echoing(plan: Any, weights: Any, out: Any) -> Any:
+    prepared = toy.prepare(weights, out)
+    return PreparedWeights(layout=plan.weight_layout, tensors=prepared.tensors) if out is None else prepared
+
+
+def claiming(weights: Any, out: Any) -> Any:
+    if out is not None:
+        return toy.prepare(weights, out)
+    tensors = {name: PreparedTensor(data=tensor) for name, tensor in weights.tensors.items()}
+    return PreparedWeights(layout=LAYOUT, tensors=tensors, activation=weights.activation, post_norm=weights.post_norm)
+
+
+def consuming(weights: Any, out: Any) -> Any:
+    prepared = toy.prepare(weights, out)
+    weights.tensors["w13"].zero_()
+    return prepared
+
+
+def forgetful(weights: Any, out: Any) -> Any:
+    """A reload brings w13 alone."""
+    kept = None if out is None else out["w2"].clone()
+    prepared = toy.prepare(weights, out)
+    if kept is not None:
+        prepared["w2"].copy_(kept)
+    return prepared
+
+
+def unlisted(weights: Any, out: Any) -> Any:
+    prepared = toy.prepare(weights, out)
+    prepared.tensors["w2"].expert_axis = None
+    return prepared
+
+
+def hasty(weights: Any, out: Any) -> Any:
+    """Gives an expert's memory back before its w2 was read."""
+    if weights.release is not None:
+        for expert in range(len(weights.tensors["w2"])):
+            weights.release(expert)
+    return toy.prepare(attrs.evolve(weights, release=None), out)
+
+
+def flat(weights: Any, out: Any) -> Any:
+    """Takes raw memory to be contiguous."""
+    shapes = {name: torch.empty(tensor.shape).stride() for name, tensor in weights.tensors.items()}
+    tensors = {name: tensor.as_strided(tensor.shape, shapes[name]) for name, tensor in weights.tensors.items()}
+    return toy.prepare(attrs.evolve(weights, tensors=tensors), out)
+
+
+def loyal(weights: Any, out: Any) -> Any:
+    """Keeps the activation of the first load."""
+    if out is None:
+        return toy.prepare(weights, None)
+    return toy.prepare(attrs.evolve(weights, activation=out.activation, post_norm=out.post_norm), out)
+
+
+# --- memory and state ----------------------------------------------------------------------------------------------
+
+
+def leaking(tokens: Any, row: Any) -> Tensor:
+    """Reads every row of the padded input, if only to find the largest value."""
+    return toy.contiguous(tokens, row) + tokens.hidden_states.abs().max() * 0.0
+
+
+def trusting_memory(tokens: Any, row: Any) -> Tensor:
+    """Takes fresh memory to be zero."""
+    fresh = torch.empty(1, dtype=torch.int64)
+    is_poison = fresh == torch.iinfo(torch.int64).max // 2
+    return torch.where(is_poison, torch.nan, toy.standard(tokens, row))
+
+
+def in_place(tokens: Any, row: Any) -> Tensor:
+    out = toy.standard(tokens, row)
+    tokens.hidden_states.zero_()
+    return out
+
+
+class OneBuffer:
+    """Writes every output to the same memory."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(1 << 16, dtype=torch.bfloat16)
+
+    def standard(self, tokens: Any, row: Any) -> Tensor:
+        out = toy.standard(tokens, row)
+        return self.memory[: out.numel()].view(out.shape).copy_(out)
+
+
+def seeding(parts: Parts, weights: Weights, plan: Any) -> Any:
+    torch.manual_seed(0)
+    return toy.experts_of(parts, weights, plan)
+
+
+def batch_dependent(tokens: Any, row: Any) -> Tensor:
+    return toy.standard(tokens, row) * (1.0 + len(tokens.topk_ids) % 4 / 256)
+
+
+# --- declarations --------------------------------------------------------------------------------------------------
+
+
+def changing_declaration() -> dict[str, Any]:
+    names = itertools.count()
+
+    def declare_backends() -> Any:
+        return attrs.evolve(toy.specs("changing_declaration", Parts()), description=f"answer {next(names)}")
+
+    return {"declare_backends": declare_backends}
+
+
+def misannotated(plan: MoEPlan, route: Route, weights: RawWeights) -> Any:  # type: ignore[name-defined]  # noqa: F821
+    raise NotImplementedError
+
+
+def single_minded(candidates: Any) -> Any:
+    return "my favourite"
+
+
+def _format(format_: str, **changes: Any) -> Callable[[], Parts]:
+    return lambda: Parts(format=format_, **changes)
+
+
+FAKES = {
+    "changing_declaration": Fake(
+        "specs", "another declaration every time", lambda: Parts(hooks=changing_declaration())
+    ),
+    "misannotated_hook": Fake(
+        "signatures", "annotated 'RawWeights'", lambda: Parts(hooks={"fused_experts": misannotated})
+    ),
+    "echoes_the_layout": Fake(
+        "foreign_plans",
+        "labelled 'other_layout' because a plan says so",
+        lambda: Parts(hooks={"process_weights_after_loading": echoing}),
+    ),
+    "single_minded_selection": Fake(
+        "foreign_plans", "none of the candidates", lambda: Parts(hooks={"select_dispatcher": single_minded})
+    ),
+    "coarse_rows": Fake("answer", "is due to rounding", _format("standard", expert_row=coarse_row)),
+    "swapped_halves": Fake(
+        "gate_up_order", "gate and up rows of w13 are swapped", _format("standard", expert_row=swapped_row)
+    ),
+    "plain_swiglu": Fake(
+        "activation_parameters", "alpha, limit and beta are ignored", _format("masked", expert_row=plain_row)
+    ),
+    "weights_twice": Fake("router_weights", "applied twice", _format("standard", standard=weighted_twice)),
+    "no_biases": Fake("features", "biases are ignored", _format("masked", expert_row=unbiased_row)),
+    "exact_activations": Fake(
+        "activation_rounding", "not rounded to int8", _format("standard", scheme=W8A8_INT8, expert_row=exact_row)
+    ),
+    "fp32_output": Fake("output_form", "the output is torch.float32", _format("standard", standard=wide_output)),
+    "minus_one_is_last": Fake(
+        "missing_experts", "-1 is read as the last expert", _format("standard", standard=last_for_none)
+    ),
+    "dense_experts": Fake("idle_experts", "NaN or infinity", _format("standard", standard=dense)),
+    "capacity": Fake("one_expert", "relative error", _format("standard", standard=with_capacity)),
+    "needs_a_token": Fake("no_tokens", "max()", _format("standard", standard=needs_a_token)),
+    "ids_as_a_set": Fake("repeated_ids", "counts once", _format("standard", standard=once_per_row)),
+    "one_tile": Fake("row_counts", "9 rows for one expert", _format("contiguous", contiguous=one_tile)),
+    "assumes_contiguous_ids": Fake(
+        "id_layouts", "a slice of a wider tensor", _format("standard", standard=as_if_contiguous)
+    ),
+    "trusts_ids": Fake("bad_ids", "is taken without an error", _format("contiguous", dispatch=trusting_dispatch)),
+    "claims_raw_memory": Fake("prepared_form", "yet owned=True", _format("standard", prepare=claiming)),
+    "consumes_raw_weights": Fake(
+        "raw_weights", "raw tensors w13 were written to", _format("standard", prepare=consuming)
+    ),
+    "forgets_w2": Fake("reload", "w2 are not what a fresh load gives", _format("standard", prepare=forgetful)),
+    "hides_an_expert_axis": Fake("rebalancing", "changed places", _format("standard", prepare=unlisted)),
+    "releases_early": Fake("released_memory", "released had been overwritten", _format("standard", prepare=hasty)),
+    "assumes_contiguous_weights": Fake("weight_strides", "not contiguous", _format("standard", prepare=flat)),
+    "keeps_the_first_activation": Fake("callables", "set out.activation", _format("standard", prepare=loyal)),
+    "reads_padding": Fake("padding", "NaN in every undefined row", _format("contiguous", contiguous=leaking)),
+    "trusts_fresh_memory": Fake(
+        "uninitialised_memory", "uninitialised memory", _format("standard", standard=trusting_memory)
+    ),
+    "writes_to_its_input": Fake("inputs", "wrote to its inputs hidden_states", _format("standard", standard=in_place)),
+    "reuses_its_output": Fake("inputs", "a buffer that is used again", lambda: Parts(standard=OneBuffer().standard)),
+    "seeds_torch": Fake("process_state", "get_rng_state", _format("standard", bind=seeding)),
+    "whole_blocks_only": Fake("odd_sizes", "H 17", _format("standard", expert_row=sixteenths_row)),
+    "batch_dependent": Fake("batch_invariance", "other bits", _format("standard", standard=batch_dependent)),
+    "moody_combine": Fake("repeatability", "give different bits", lambda: Parts("contiguous", combine=Moody().combine)),
+    "unaligned_groups": Fake("dispatched_form", "the plan aligns to 4", _format("contiguous", dispatch=dense_groups)),
+    "unweighted_combine": Fake(
+        "round_trip", "router weights are not applied", _format("contiguous", combine=unweighted_combine)
+    ),
+    "global_ids": Fake("replicated_ranks", "the sum over 3 ranks", _format("contiguous", dispatch=first_experts)),
+}

@@ -1,0 +1,85 @@
+"""`moe-core verify`: its table, its JSON and JUnit documents, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import toy_backend as toy
+from wrong_backends import FAKES
+
+from moe_core.backends.torch import plugin as torch_plugin
+from moe_core.cli import main, verify
+from moe_core.manager import BackendManager
+
+pytestmark = pytest.mark.error_path
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run the command with a right backend, a wrong one, and one for another machine."""
+    manager = BackendManager()
+    manager.register("torch", torch_plugin)
+    manager.register("right", toy.make_plugin("right"))
+    manager.register("wrong", FAKES["swapped_halves"].module("wrong"))
+    manager.register("elsewhere", toy.make_plugin("elsewhere", toy.Parts(runner={"devices": ("npu",)})))
+    monkeypatch.setattr(verify, "default_manager", lambda: manager)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def _call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(["verify", "--device", "cpu", *words])
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return _call
+
+
+def test_a_right_backend(call: Call) -> None:
+    code, out, err = call("right")
+    assert (code, err) == (0, "")
+    assert "right: passed (" in out
+    assert "0 failed, 1 not run" in out
+    assert "torch:none.standard + right:toy.standard" in out
+
+
+def test_a_wrong_backend(call: Call, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    code, out, _ = call("wrong", "right", "--json", "--junit", str(report))
+    assert code == 1
+    document = json.loads(out)
+    wrong, right = document["backends"]
+    assert (document["schema"], wrong["status"], right["status"]) == (1, "failed", "passed")
+    failed = [result for result in wrong["results"] if result["status"] == "failed"]
+    assert len(failed) == wrong["counts"]["failed"]
+    assert any(r["check"] == "gate_up_order" and "swapped" in r["text"] for r in failed)
+    assert wrong["environment"]["device_type"] == "cpu"
+    first, second = ElementTree.parse(report).getroot()
+    assert (first.get("name"), first.get("failures")) == ("wrong", str(len(failed)))
+    assert (second.get("failures"), second.get("skipped")) == ("0", "1")
+    assert len(first.findall("testcase/failure")) == len(failed)
+
+
+def test_failures_are_listed_with_what_they_look_like(call: Call) -> None:
+    code, out, _ = call("wrong")
+    assert code == 1
+    assert "failed gate_up_order" in out
+    assert "the gate and up rows of w13 are swapped" in out
+
+
+def test_a_backend_for_another_machine_did_not_run(call: Call) -> None:
+    code, out, _ = call("elsewhere")
+    assert code == 1
+    assert "elsewhere: not run" in out
+    assert "device: needs npu, found cpu" in out
+
+
+def test_unknown_names_and_folders_are_wrong_usage(call: Call, tmp_path: Path) -> None:
+    assert call("rihgt")[0] == 2
+    code, _, err = call("right", "--junit", str(tmp_path / "none" / "report.xml"))
+    assert code == 2
+    assert "does not exist" in err
