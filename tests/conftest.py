@@ -1,7 +1,14 @@
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels are interpreted where no GPU is; that is decided when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 

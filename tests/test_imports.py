@@ -13,7 +13,8 @@ ROOT = Path(moe_core.__file__).parent
 #: Modules on the way of tensors; everything else in the root is declarative.
 WITH_TENSORS = {"agreement", "bound", "layer", "payloads", "routing"}
 DECLARATIVE = sorted(
-    {path.stem for path in ROOT.glob("*.py")} - WITH_TENSORS - {"__init__", "__main__"} | {"backends.torch.plugin"}
+    {path.stem for path in ROOT.glob("*.py")} - WITH_TENSORS - {"__init__", "__main__"}
+    | {"backends.torch.plugin", "backends.triton.plugin"}
 )
 
 _SCRIPT = """
@@ -41,7 +42,7 @@ def test_the_declarative_half_needs_no_torch() -> None:
     _run("moe_core", *(f"moe_core.{name}" for name in DECLARATIVE))
 
 
-@pytest.mark.parametrize("name", ["specs", "hookspecs", "backends.torch.plugin"])
+@pytest.mark.parametrize("name", ["specs", "hookspecs", "backends.torch.plugin", "backends.triton.plugin"])
 def test_what_a_plugin_imports_needs_no_torch_by_itself(name: str) -> None:
     _run(f"moe_core.{name}")
 

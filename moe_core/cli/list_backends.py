@@ -64,9 +64,10 @@ def _names(parts: tuple[DispatcherSpec, ...] | tuple[RunnerSpec, ...]) -> str:
     listed = []
     for name in dict.fromkeys(part.name for part in parts):
         own = [part for part in parts if part.name == name]
-        everywhere = {part.format for part in own} == {word for word in FORMATS if word != "fused"}
-        suffixes = [part.short_name.removeprefix(name) for part in own]
-        listed += [name] if everywhere else [f"{name}{suffixes[0]}", *suffixes[1:]]
+        unfused, fused = ([part for part in own if (part.format == "fused") is wanted] for wanted in (False, True))
+        everywhere = {part.format for part in unfused} == {word for word in FORMATS if word != "fused"}
+        suffixes = [part.short_name.removeprefix(name) for part in (fused if everywhere else own)]
+        listed += [name, *suffixes] if everywhere else [f"{name}{suffixes[0]}", *suffixes[1:]]
     return ", ".join(listed)
 
 

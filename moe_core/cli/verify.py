@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -64,6 +65,9 @@ def verify(
         str | None,
         typer.Option("--environment", metavar="NAME", help="Resolve for this machine: a preset or a JSON file."),
     ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Processes on a CPU; default: one for each core.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML report for a CI system.")
@@ -83,7 +87,7 @@ def verify(
     for name in names:
         manager.require(name)
     machine = None if environment is None else load_environment(environment)
-    reports = [_run(manager, name, quick, machine, device) for name in dict.fromkeys(names)]
+    reports = [_run(manager, name, quick, machine, device, jobs) for name in dict.fromkeys(names)]
     if junit is not None:
         junit.write_bytes(_junit(reports))
     if as_json:
@@ -98,25 +102,26 @@ def verify(
         raise typer.Exit(1)
 
 
-def _run(manager: BackendManager, name: str, quick: bool, machine: Environment | None, device: str | None) -> Report:
-    """All cases of one backend, with a bar on stderr that says which check runs."""
+def _run(
+    manager: BackendManager, name: str, quick: bool, machine: Environment | None, device: str | None, jobs: int | None
+) -> Report:
+    """All cases of one backend, with a bar on stderr that says which check is done."""
     from moe_core.testing.kit import Kit
+    from moe_core.testing.parallel import run_cases
 
     module: Any = manager.found(name).load()
     kit = Kit(module, environment=machine, device=device, quick=quick)
-    cases = kit.cases()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = []
+    results: list[Result] = []
     console = stderr()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=len(cases))
+        task = progress.add_task(name, total=len(kit.cases()))
         failed = 0
-        for case in cases:
+        for result in run_cases(kit, jobs or len(os.sched_getaffinity(0))):
+            results.append(result)
+            failed += result.status == "failed"
             note = f", [red]{failed} failed[/red]" if failed else ""
-            progress.update(task, description=f"{name}: {case.check}{note}")
-            results.append(case.run())
-            failed += results[-1].status == "failed"
-            progress.advance(task)
+            progress.update(task, advance=1, description=f"{name}: {result.check}{note}")
     return Report(name, kit.backend.environment, tuple(results))
 
 

@@ -150,6 +150,7 @@ class Kit:
 
     Attributes:
         backend: The plugin and the machine.
+        quick: Whether less is tried; see the constructor.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Kit:
         of the answer try one scheme of each element type, on the first pair only.
         """
         self.backend = Backend(plugin, environment=environment, device=device, companions=companions)
-        self._quick = quick
+        self.quick = quick
 
     def cases(self) -> list[Case]:
         """Every check on everything that is declared; equal in every process."""
@@ -180,12 +181,12 @@ class Kit:
         for pair in self.backend.pairs:
             reasons = self._machine_reasons(pair)
             if reasons:
-                cells = cells_of(pair, quick=self._quick)
+                cells = cells_of(pair, quick=self.quick)
                 yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({len(cells)} cells)"))
                 continue
             if serves_one_rank(pair):
-                schemes = ("first" if has_run_here else "element") if self._quick else "all"
-                yield from self._cell_cases(cells_of(pair, quick=self._quick), schemes)
+                schemes = ("first" if has_run_here else "element") if self.quick else "all"
+                yield from self._cell_cases(cells_of(pair, quick=self.quick), schemes)
                 has_run_here = True
             if ranks.takes_distributed_tokens(pair):
                 function = ranks.check_distributed_ranks

@@ -74,7 +74,7 @@ def test_explain_shows_both_stages_and_the_order(call, with_vendors):
     assert first < second < third < out.index("plan of layer")
     stage_one = _words(out[first:second].replace("│", ""))
     assert "arch: needs sm100 or sm103, found sm90" in stage_one
-    assert "limit: needs ep_size" not in stage_one
+    assert "limit: needs ep_size >=" not in stage_one
     assert "yes cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous" in _words(out[second:third])
     assert "tie broken by name" in _words(out[third:])
 

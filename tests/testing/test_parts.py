@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 import types
 
 import attrs
@@ -21,6 +22,7 @@ from moe_core.testing.cells import activations_of, cells_of, schemes_of
 from moe_core.testing.compare import problem_of, readings, relative_error, require_apart
 from moe_core.testing.memory import PoisonedMemory, State
 from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED
+from moe_core.testing.parallel import run_cases
 from moe_core.testing.ranks import RankError, run_on_ranks
 from moe_core.testing.rounding import activation_rounder
 from moe_core.testing.sizes import base_sizes, odd_sizes
@@ -304,6 +306,13 @@ def test_poison_and_state() -> None:
     before = State.now()
     torch.rand(1)
     assert State.now().changed_since(before) == ["torch.random.get_rng_state()"]
+
+
+def test_several_processes_give_the_results_of_one() -> None:
+    kit = Kit("sets_a_variable_plugin", device="cpu", quick=True)
+    alone, together = list(run_cases(kit)), list(run_cases(kit, jobs=2))
+    os.environ.pop("TOY_MODE", None)
+    assert [(r.check, r.subject, r.status) for r in together] == [(r.check, r.subject, r.status) for r in alone]
 
 
 def _mean(group: object, value: float) -> torch.Tensor:

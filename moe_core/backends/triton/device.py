@@ -1,0 +1,39 @@
+"""What the kernels may use of a device, looked up once."""
+
+from __future__ import annotations
+
+import functools
+
+import attrs
+import torch
+
+
+@attrs.frozen
+class Device:
+    """The facts that launches depend on.
+
+    Attributes:
+        shared_bytes: Shared memory that one program may have.
+        tma: Whether it has a bulk copy engine that reads tensors by descriptors.
+        pdl: Whether a launch may start while the one before it ends (programmatic dependent launch): the kernels then
+            wait for it themselves before they read anything.
+    """
+
+    shared_bytes: int
+    tma: bool
+    pdl: bool
+
+
+#: Under the interpreter: enough for every tile of the table.
+_INTERPRETED = Device(shared_bytes=227 << 10, tma=True, pdl=False)
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """The facts of one device; cached, since properties do not change."""
+    if device.type == "cpu":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper_or_later = properties.major >= 9
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Device(shared_bytes, tma=is_hopper_or_later, pdl=is_hopper_or_later)

@@ -1,0 +1,104 @@
+"""Declarations and hooks of the built-in `triton` plugin. Importing this needs neither torch nor Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from moe_core.activation import ActivationPattern
+from moe_core.backends.triton.schemes import SUPPORTED
+from moe_core.hookspecs import hookimpl
+from moe_core.specs import Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+
+if TYPE_CHECKING:
+    from moe_core.payloads import ExpertsFn, FusedFn, PreparedWeights, RawWeights
+    from moe_core.plan import MoEPlan, Route
+
+_FORMATS = ("standard", "contiguous", "masked")
+_ACTIVATIONS = (
+    ActivationPattern(kind="any", gated=None, parameters=True, interleaved=True),
+    ActivationPattern(kind="module", gated=None, parameters=True, interleaved=True),
+)
+#: Where tiles were measured and tests ran.
+_MEASURED_ARCHS = ("sm90",)
+_OTHER_ARCHS = ("sm80", "sm86", "sm89", "sm100", "sm103", "sm120")
+#: What all of them multiply: the older ones have no e4m3, neither as weights nor as scales.
+_OTHER_DTYPES = ("bf16", "fp16", "int8", "int4")
+
+
+def _runner(format_: str) -> RunnerSpec:
+    return RunnerSpec(
+        name="triton",
+        kernel=format_,
+        format=format_,
+        reads=(TokenDtype("bf16"), TokenDtype("fp16")),
+        schemes=SUPPORTED,
+        activations=_ACTIVATIONS,
+        dtypes=("bf16", "fp16"),
+        devices=("cuda",),
+        archs=_MEASURED_ARCHS,
+        # The same canonical weights that the torch runners read.
+        weight_layout="canonical",
+        # Rows of 16 bytes for the copies into shared memory.
+        limits=(Limit("hidden_size", "multiple_of", 16), Limit("intermediate_size", "multiple_of", 16)),
+        bias=True,
+        weight_on_input=True,
+        post_norm=True,
+        graph_safe=True,
+        tier="tuned",
+    )
+
+
+def _fused() -> RunnerSpec:
+    """The standard runner without a dispatcher in front: on one rank there is nothing to send."""
+    base = _runner("standard")
+    alone = Limit("ep_size", "<=", 1, "several ranks: runner triton.standard behind a dispatcher")
+    return attrs.evolve(
+        base,
+        kernel="fused",
+        format="fused",
+        a2a="none",
+        token_placements=("distributed", "replicated"),
+        limits=(*base.limits, alone),
+        tier="fused",
+    )
+
+
+def _untuned(runner: RunnerSpec) -> RunnerSpec:
+    """The same kernels on other generations, with tiles that were chosen elsewhere."""
+    schemes = tuple(scheme for scheme in runner.schemes if scheme.w13.weight_dtype in _OTHER_DTYPES)
+    return attrs.evolve(runner, kernel=f"{runner.kernel}_untuned", archs=_OTHER_ARCHS, schemes=schemes, tier="generic")
+
+
+@hookimpl
+def declare_backends() -> PluginSpec:
+    """Everything that the kernels in `moe_core.kernels.triton` can do."""
+    runners = [*map(_runner, _FORMATS), _fused()]
+    return PluginSpec(
+        name="triton",
+        hook_api=1,
+        description="grouped GEMMs in Triton, on tokens as they come",
+        runners=[*runners, *map(_untuned, runners)],
+        requirements=(
+            Requirement(module="torch", minimum="2.10", install="pip install 'torch>=2.10'"),
+            Requirement(module="triton", minimum="3.6", install="pip install 'triton>=3.6' (comes with torch on CUDA)"),
+        ),
+    )
+
+
+@hookimpl
+def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+    """Canonical weights are read as they are."""
+    # A layout tag means one layout in every plugin, and this one has its making there.
+    from moe_core.backends.torch.weights import prepare
+
+    return prepare(plan, weights, out)
+
+
+@hookimpl
+def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | FusedFn:
+    """Bind the experts of one route."""
+    from moe_core.backends.triton.experts import bind
+
+    return bind(plan, route, weights)

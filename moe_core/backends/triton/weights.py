@@ -1,0 +1,73 @@
+"""Prepared weights as the grouped GEMM takes them, and what their schemes do to the rows they multiply."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from moe_core.kernels.triton.quantize import quantize_rows
+from moe_core.kernels.triton.sort import RowTiles
+from moe_core.kernels.triton.weights import GroupedWeight
+from moe_core.payloads import PreparedWeights, Tensor
+from moe_core.quant import WHOLE, QuantScheme
+
+_PACKING = {"int4": "int4", "fp4": "e2m1"}
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@attrs.frozen(eq=False)
+class Projection:
+    """One projection.
+
+    Attributes:
+        weight: Its weights.
+        is_plain: Whether they are unquantized.
+        rounds_to: dtype of the codes that rows are rounded to first, None for rows as they are.
+        group: Channels that share a scale of those codes, 0 for all.
+        input_scale: fp32 scalar, the scale of all of them if it is static, or None.
+    """
+
+    weight: GroupedWeight
+    is_plain: bool
+    rounds_to: torch.dtype | None
+    group: int
+    input_scale: Tensor | None
+
+    def rounded(self, rows: Tensor, tiles: RowTiles | None) -> tuple[Tensor, Tensor | None]:
+        """`rows` as the GEMM reads them and their scales, one per block of the weight; only those of `tiles`."""
+        if self.rounds_to is None:
+            return rows, None
+        return quantize_rows(
+            rows, self.rounds_to, self.group or rows.shape[1], static_scale=self.input_scale, tiles=tiles
+        )
+
+
+def projection(weights: PreparedWeights, number: str, scheme: QuantScheme) -> Projection:
+    """The projection called `w13` or `w2`."""
+    name = f"w{number}"
+    scale = weights.get(f"{name}_scale")
+    # Scales of whole rows multiply the outputs.
+    rows, columns = scheme.weight_block if scale is not None and isinstance(scheme.weight_block, tuple) else (1, WHOLE)
+    weight = GroupedWeight(
+        data=weights[name],
+        packing=_PACKING.get(scheme.weight_dtype, "plain"),
+        bias=weights.get(f"b{number}"),
+        scale=scale,
+        block=(rows, 0 if columns == WHOLE else columns),
+        zero_point=weights.get(f"{name}_zero_point"),
+        row_scale=weights.get(f"{name}_output_scale"),
+    )
+    return Projection(
+        weight=weight,
+        is_plain=not scheme.is_quantized,
+        rounds_to=_CODES.get(scheme.activation_dtype),
+        group=max(0, int(scheme.activation_group)),
+        input_scale=weights.get(f"{name}_input_scale"),
+    )
+
+
+def operands_of(w13: QuantScheme, w2: QuantScheme) -> str:
+    """The word of `tiles.OPERANDS` for a layer."""
+    if not (w13.is_quantized or w2.is_quantized):
+        return "half"
+    return "byte" if w13.activation_dtype != "same" and w2.activation_dtype != "same" else "narrow"

@@ -1,0 +1,171 @@
+"""Every variant of `ActivationSpec` in fp32 registers, for the epilogue of a GEMM or as a kernel of its own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.activation import ActivationSpec
+from moe_core.errors import SpecError
+from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.sort import RowTiles
+from moe_core.payloads import Tensor
+
+_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+def activation_constants(spec: ActivationSpec | None) -> dict[str, object]:
+    """Compile-time arguments of `activate` for one variant; None gives the identity.
+
+    Raises:
+        SpecError: A kind that is no formula (`module`).
+    """
+    if spec is None:
+        return {"KIND": "identity", "GATED": False, "ALPHA": 1.0, "LIMIT": None, "BETA": 0.0, "CLAMP_AFTER": False}
+    if spec.kind not in _KINDS:
+        raise SpecError(f"activation kind {spec.kind!r} has no kernel; known: {', '.join(_KINDS)}")
+    return {
+        "KIND": spec.kind,
+        "GATED": spec.gated,
+        "ALPHA": spec.alpha,
+        "LIMIT": spec.limit,
+        "BETA": spec.beta,
+        "CLAMP_AFTER": spec.clamp == "after",
+    }
+
+
+def apply_activation(hidden: Tensor, spec: ActivationSpec, tiles: RowTiles | None = None) -> Tensor:
+    """`[R, 2I]` (`[R, I]` when not gated), rows contiguous -> `[R, I]` in the same dtype, computed in fp32.
+
+    Args:
+        hidden: What the first projection gave.
+        spec: The variant.
+        tiles: The rows that exist; others are neither read nor written. None for all.
+    """
+    width = hidden.shape[1] // spec.rows_per_channel
+    out = hidden.new_empty((hidden.shape[0], width))
+    block = min(1024, triton.next_power_of_2(width))
+    rows = hidden.shape[0] if tiles is None else len(tiles)
+    _activate_rows[(rows, triton.cdiv(width, block))](
+        hidden,
+        out,
+        None if tiles is None else tiles.table,
+        width,
+        hidden.stride(0),
+        BM=1 if tiles is None else tiles.block_m,
+        BLOCK=block,
+        INTERLEAVED=spec.row_order == "interleaved",
+        **activation_constants(spec),
+    )
+    return out
+
+
+@triton.jit
+def _function(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """The element-wise function; comparisons are written so that NaN stays NaN."""
+    if KIND == "silu":
+        x = x * tl.sigmoid(ALPHA * x)
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # 1 + tanh(z) = 2 * sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "relu":
+        x = tl.where(x < 0.0, 0.0, x)
+    elif KIND == "relu2":
+        x = tl.where(x < 0.0, 0.0, x)
+        x = x * x
+    return x
+
+
+@triton.jit
+def activate(
+    gate,
+    up,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BETA: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+):
+    """`ActivationSpec`'s formula on fp32 values; `up` is not looked at when not gated."""
+    if GATED:
+        if LIMIT is not None:
+            if not CLAMP_AFTER:
+                gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        value = _function(gate, KIND, ALPHA)
+        if CLAMP_AFTER:
+            value = tl.where(value > LIMIT, LIMIT, value)
+        value = value * (up + BETA)
+    else:
+        value = _function(gate, KIND, ALPHA)
+    return value
+
+
+@triton.jit
+def load_activated(
+    row_ptr,
+    columns,
+    width,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BETA: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+):
+    """The activation's `columns` of one row in fp32, 0 past `width`."""
+    mask = columns < width
+    if GATED:
+        first = 2 * columns if INTERLEAVED else columns
+        second = first + 1 if INTERLEAVED else columns + width
+        gate = tl.load(row_ptr + first, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row_ptr + second, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gate = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        up = gate
+    value = activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
+    return tl.where(mask, value, 0.0)
+
+
+@triton.jit
+def row_range(tiles, index, BM: tl.constexpr):
+    """First row and row after the last of tile `index`; row `index` alone where there is no table."""
+    # Wide, since rows are multiplied by their length.
+    first = index.to(tl.int64)
+    end = first + 1
+    if tiles is not None:
+        first = tl.load(tiles + 3 * index + 1).to(tl.int64)
+        end = tl.minimum(first + BM, tl.load(tiles + 3 * index + 2).to(tl.int64))
+        # The other fields of an unused entry hold nothing.
+        end = tl.where(tl.load(tiles + 3 * index) < 0, first, end)
+    return first, end
+
+
+@triton.jit
+def _activate_rows(
+    hidden,
+    out,
+    tiles,
+    width,
+    stride,
+    BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BETA: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+):
+    first, end = row_range(tiles, tl.program_id(0), BM)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for row in range(first, end):
+        value = load_activated(
+            hidden + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
+        )
+        tl.store(out + row * width + columns, narrow(value, out.dtype.element_ty), mask=columns < width)

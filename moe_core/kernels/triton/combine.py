@@ -1,0 +1,86 @@
+"""Rows back to tokens: the weighted sum over a token's slots."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_core.kernels.triton.interpreter import narrow
+from moe_core.payloads import Tensor
+
+
+def combine(
+    rows: Tensor,
+    row_map: Tensor,
+    topk_weights: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """Sum each token's rows, in slot order, in fp32, rounded once; product and sum are separate roundings.
+
+    Args:
+        rows: `[R, H]`, contiguous; rows that no slot names are not read.
+        row_map: `[T, K]` integers, row of each slot, -1 = none: skipped, whatever its weight.
+        topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
+        dtype: Of the result.
+        pdl: Launched before the kernel that writes `rows` has ended (see the package).
+
+    Returns:
+        `[T, H]`; zeros for a token without any row.
+    """
+    num_tokens, top_k = row_map.shape
+    width = rows.shape[1]
+    out = rows.new_empty((num_tokens, width), dtype=dtype)
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(width))
+        _combine[(num_tokens, triton.cdiv(width, block))](
+            rows,
+            row_map,
+            topk_weights,
+            out,
+            width,
+            row_map.stride(0),
+            row_map.stride(1),
+            0 if topk_weights is None else topk_weights.stride(0),
+            0 if topk_weights is None else topk_weights.stride(1),
+            TOP_K=top_k,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            launch_pdl=pdl,
+        )
+    return out
+
+
+@triton.jit
+def _combine(
+    rows,
+    row_map,
+    weights,
+    out,
+    width,
+    stride_mt,
+    stride_mk,
+    stride_wt,
+    stride_wk,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(row_map + token * stride_mt + slot * stride_mk).to(tl.int64)
+        # Masked, not multiplied by zero: an undefined row may be NaN.
+        limit = tl.where(row >= 0, width, 0)
+        value = tl.load(rows + row * width + columns, mask=columns < limit, other=0.0).to(tl.float32)
+        if weights is not None:
+            value = value * tl.load(weights + token * stride_wt + slot * stride_wk).to(tl.float32)
+        total += tl.where(columns < limit, value, 0.0)
+    tl.store(out + token.to(tl.int64) * width + columns, narrow(total, out.dtype.element_ty), mask=columns < width)

@@ -1,0 +1,121 @@
+"""Layers on the Triton runners against float64: formats, options, ids, sharing, warm-up."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from layers import exact, random_tensors, random_tokens
+from oracle import TOLERANCE, make_params, relative_error
+from oracle import layer as exact_layer
+from triton_layers import DEVICE, output, triton_layer
+
+from moe_core import LayerRequest, RawWeights
+from moe_core.activation import SWIGLU, ActivationSpec
+from moe_core.errors import InputError
+from moe_core.quant import FP16
+
+pytest.importorskip("triton", reason="needs triton")
+from moe_core.backends.triton.warm_up import token_counts, warm_up
+
+LAYER = LayerRequest(
+    num_experts=5, top_k=3, hidden_size=64, intermediate_size=48, runner_backend="triton", a2a_backend="none"
+)
+FORMATS = ("none", "none.standard", "none.contiguous", "none.masked")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    torch.manual_seed(31)
+
+
+def _tokens(request: LayerRequest, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """No token names an expert twice, which the masked format has no room for on a GPU; some name fewer."""
+    hidden, _, weights = random_tokens(request, num_tokens)
+    ids = torch.rand(num_tokens, request.num_experts).topk(request.top_k).indices
+    ids[::4, 1] = -1
+    return hidden, ids, weights
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("a2a_backend", FORMATS)
+def test_every_format(a2a_backend: str, num_tokens: int) -> None:
+    request = attrs.evolve(LAYER, a2a_backend=a2a_backend, bias=True)
+    tensors, tokens = random_tensors(request), _tokens(request, num_tokens)
+    layer = triton_layer(request, tensors)
+    assert layer.plan.routes[0].runner.plugin == "triton"
+    assert relative_error(output(layer, tokens), exact(request, tensors, tokens)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.contiguous"])
+def test_fp16_rows_may_exceed_its_largest_number(a2a_backend: str) -> None:
+    request = attrs.evolve(LAYER, a2a_backend=a2a_backend, dtype="fp16", quant=FP16)
+    tensors, (hidden, ids, weights) = random_tensors(request), _tokens(request, 6)
+    tensors["w2"] *= 2.0**13
+    tokens = hidden * 8, ids, weights * 2.0**-12
+    got = output(triton_layer(request, tensors), tokens)
+    assert relative_error(got, exact(request, tensors, tokens)) < 2 * TOLERANCE[torch.float16]
+
+
+def test_router_weights_on_the_input() -> None:
+    request = attrs.evolve(LAYER, weight_on_input=True)
+    tensors, tokens = random_tensors(request), _tokens(request, 5)
+    assert relative_error(output(triton_layer(request, tensors), tokens), exact(request, tensors, tokens)) < 1e-2
+
+
+def test_a_models_own_activation_and_norm() -> None:
+    request = attrs.evolve(LAYER, activation=ActivationSpec(kind="module"), post_norm=True)
+    params = make_params(5, 64, 48, torch.bfloat16) | {"post_norm": lambda rows: rows / 2}
+    raw = RawWeights(
+        tensors={name: params[name] for name in ("w13", "w2")},
+        activation=lambda h: torch.nn.functional.silu(h[:, :48]) * h[:, 48:],
+        post_norm=params["post_norm"],
+    )
+    tokens = _tokens(request, 5)
+    # The whole result of the first projection is rounded once more than inside a kernel.
+    assert relative_error(output(triton_layer(request, raw), tokens), exact_layer(*tokens, params, SWIGLU)) < 1.2e-2
+
+
+@pytest.mark.parametrize("a2a_backend", FORMATS)
+def test_no_tokens_and_no_experts_for_any(a2a_backend: str) -> None:
+    request = attrs.evolve(LAYER, a2a_backend=a2a_backend)
+    layer = triton_layer(request, random_tensors(request))
+    hidden, ids, weights = _tokens(request, 3)
+    assert output(layer, (hidden[:0], ids[:0], weights[:0])).shape == (0, 64)
+    assert (output(layer, (hidden, torch.full_like(ids, -1), weights)) == 0).all()
+    assert (output(layer, (hidden[:1], torch.full_like(ids[:1], -1), weights[:1])) == 0).all()
+
+
+def test_idle_experts_full_of_nan_do_not_matter() -> None:
+    tensors, (hidden, ids, weights) = random_tensors(LAYER), _tokens(LAYER, 9)
+    ids = ids.clamp(max=2)
+    want = exact(LAYER, tensors, (hidden, ids, weights))
+    for tensor in tensors.values():
+        tensor[3:] = torch.nan
+    assert relative_error(output(triton_layer(LAYER, tensors), (hidden, ids, weights)), want) < 8e-3
+
+
+@pytest.mark.error_path
+@pytest.mark.skipif(DEVICE == "cuda", reason="a device-side assertion would end the process")
+@pytest.mark.parametrize("bad", [5, -2])
+def test_ids_out_of_range(bad: int) -> None:
+    layer, (hidden, ids, weights) = triton_layer(LAYER, random_tensors(LAYER)), _tokens(LAYER, 2)
+    ids[1, 2] = bad
+    with pytest.raises(InputError, match=f"expert id {bad} is out of range"):
+        layer(hidden, ids, weights)
+
+
+def test_a_reload_reaches_the_kernels() -> None:
+    layer, tokens = triton_layer(LAYER, random_tensors(LAYER)), _tokens(LAYER, 40)
+    output(layer, tokens)
+    fresh = random_tensors(LAYER, seed=7)
+    layer.load_weights(RawWeights(tensors={name: tensor.to(DEVICE) for name, tensor in fresh.items()}))
+    assert relative_error(output(layer, tokens), exact(LAYER, fresh, tokens)) < TOLERANCE[torch.bfloat16]
+
+
+def test_warm_up_says_how_far_it_is() -> None:
+    layer, seen = triton_layer(LAYER, random_tensors(LAYER)), []
+    assert layer._bound is not None
+    warm_up(layer._bound, max_tokens=3, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert token_counts(8) == [1, 2, 4, 8]

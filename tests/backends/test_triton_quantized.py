@@ -1,0 +1,81 @@
+"""Quantized layers on the Triton runners against the values that their stored weights stand for, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from layers import random_tokens
+from oracle import activate, relative_error
+from quantized import QUANTS, random_quantized
+from triton_layers import output, triton_layer
+
+from moe_core import LayerRequest
+from moe_core.activation import SWIGLU
+from moe_core.quant import FP8_BLOCK128, LayerQuant, QuantScheme
+
+pytest.importorskip("triton", reason="needs triton")
+
+SCHEMES = {
+    name: QUANTS[name]
+    for name in (
+        "fp8_block128",
+        "fp8_row_per_token",
+        "w8a8_int8",
+        "fp8_tensor_static",
+        "int8_row_static",
+        "mxfp4_w4a16",
+        "nvfp4_w4a16",
+        "int4_groups",
+        "int4_groups_zero",
+        "int4_row_zero",
+        "int8_groups",
+        "fp8_row_weights",
+    )
+} | {
+    # What a tensor-parallel cut makes of the first.
+    "fp8_block128_cut": LayerQuant(
+        attrs.evolve(FP8_BLOCK128, weight_block=(64, 128)), attrs.evolve(FP8_BLOCK128, weight_block=(128, 64))
+    ),
+    "int4_groups_bf16": LayerQuant.of(QuantScheme(weight_dtype="int4", weight_block=(1, 128), weight_scale="bf16")),
+}
+#: Rows that come in blocks are rounded where they are; one scheme per way of scaling will do.
+CASES = [*((name, "none") for name in SCHEMES), *((name, "none.masked") for name in list(SCHEMES)[:4])]
+#: As for unquantized layers: the first projection's result and the output are rounded to bf16, and weight-only values
+#: too. A bf16 result on the edge between two codes may take either, which the sums of a small layer show.
+TOLERANCE = 1.2e-2
+#: Neighbouring fp8 codes are up to an eighth apart.
+FP8_TOLERANCE = 2.5e-2
+
+
+def _exact(tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any]) -> torch.Tensor:
+    hidden, ids, weights = tokens
+    rows, out = meaning["round_w13"](hidden), torch.zeros(hidden.shape, dtype=torch.float64)
+    for expert in range(len(meaning["w13"])):
+        token, slot = torch.where(ids == expert)
+        inside = activate(rows[token] @ meaning["w13"][expert].T, SWIGLU).bfloat16()
+        result = meaning["round_w2"](inside) @ meaning["w2"][expert].T
+        out.index_add_(0, token, result * weights[token, slot, None].double())
+    return out
+
+
+@pytest.mark.parametrize(("name", "a2a_backend"), CASES)
+def test_scheme(name: str, a2a_backend: str) -> None:
+    quant = SCHEMES[name]
+    request = LayerRequest(
+        num_experts=3,
+        top_k=2,
+        hidden_size=256,
+        intermediate_size=192 if name.endswith("cut") else 128,
+        quant=quant,
+        runner_backend="triton",
+        a2a_backend=a2a_backend,
+    )
+    tensors, meaning = random_quantized(request)
+    hidden, _, weights = random_tokens(request, 4)
+    ids = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]])
+    got = output(triton_layer(request, tensors), (hidden, ids, weights))
+    tolerance = FP8_TOLERANCE if quant.w13.activation_dtype == "fp8" else TOLERANCE
+    assert relative_error(got, _exact((hidden, ids, weights), meaning)) < tolerance

@@ -1,0 +1,31 @@
+"""Kernels compile for a GPU that is not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(SUPPORT), str(ROOT / "tests" / "acceptance"), os.environ.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "compile_kernels.py", "90"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = {"_sort_pairwise", "_grouped_gemm", "_combine", "_first_projection", "_second_projection", "_quantize"}
+    assert set(done.stdout.split()) == wanted

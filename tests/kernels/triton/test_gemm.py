@@ -1,0 +1,79 @@
+"""The grouped GEMM and the path of one token, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import TOLERANCE, layer, make_params, make_tokens, relative_error
+from triton_layers import DEVICE
+
+from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
+
+pytest.importorskip("triton", reason="needs triton")
+from moe_core.kernels.triton.combine import combine
+from moe_core.kernels.triton.gemm import grouped_gemm
+from moe_core.kernels.triton.one_token import experts_of_one_token
+from moe_core.kernels.triton.sort import sort_slots
+from moe_core.kernels.triton.tiles import Tile, VectorTile
+from moe_core.kernels.triton.weights import GroupedWeight
+
+#: No size is a multiple of a tile; descriptors need rows of 16 bytes.
+EXPERTS, TOP_K, HIDDEN, INNER = 5, 3, 72, 40
+INTERLEAVED = ActivationSpec(kind="gelu_tanh", row_order="interleaved", limit=1.0, clamp="after")
+TILES = [Tile(16, 32, 32), Tile(16, 32, 32, swap=True), Tile(16, 32, 32, tma=True)]
+
+
+def _weights(params: dict[str, Any]) -> tuple[GroupedWeight, GroupedWeight]:
+    w13, b13, w2, b2 = (params[name].to(DEVICE) for name in ("w13", "b13", "w2", "b2"))
+    return GroupedWeight(data=w13, bias=b13), GroupedWeight(data=w2, bias=b2)
+
+
+def _case(dtype: torch.dtype, spec: ActivationSpec, tokens: int) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    params = make_params(EXPERTS, HIDDEN, INNER, dtype, gated=spec.gated, bias=True)
+    hidden, ids, weights = make_tokens(tokens, HIDDEN, EXPERTS, TOP_K, dtype)
+    ids[::3, 1] = -1
+    return params, (hidden, ids, weights)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["plain", "swap", "tma"])
+@pytest.mark.parametrize("spec", [SWIGLU_OAI, INTERLEAVED, RELU2], ids=str)
+def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
+    params, (hidden, ids, weights) = _case(torch.bfloat16, spec, 9)
+    w13, w2 = _weights(params)
+    hidden, router = hidden.to(DEVICE), weights.to(DEVICE)
+    slots = sort_slots(ids.to(DEVICE), EXPERTS, tile.m)
+    inside, rows = hidden.new_empty(9 * TOP_K, INNER), hidden.new_empty(9 * TOP_K, HIDDEN)
+    grouped_gemm(hidden, w13, slots.tiles, inside, tile, activation=spec, order=slots.order, top_k=TOP_K)
+    grouped_gemm(inside, w2, slots.tiles, rows, tile)
+    got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
+    assert relative_error(got, layer(hidden.cpu(), ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
+    assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_may_lie_in_any_order(transposed: bool) -> None:
+    params, (hidden, ids, weights) = _case(torch.float16, SWIGLU, 4)
+    w13, w2 = _weights(params)
+    if transposed:
+        w13.data, w2.data = (weight.data.mT.contiguous().mT for weight in (w13, w2))
+        w13.bias, w2.bias = (torch.stack([weight.bias] * 2, dim=-1)[..., 0] for weight in (w13, w2))
+    assert w13.takes_descriptors() is not transposed
+    hidden = hidden.to(DEVICE)
+    slots = sort_slots(ids.to(DEVICE), EXPERTS, 16)
+    inside, rows = hidden.new_empty(4 * TOP_K, INNER), hidden.new_empty(4 * TOP_K, HIDDEN, dtype=torch.float32)
+    grouped_gemm(hidden, w13, slots.tiles, inside, TILES[0], activation=SWIGLU, order=slots.order, top_k=TOP_K)
+    grouped_gemm(inside, w2, slots.tiles, rows, TILES[0])
+    got = combine(rows, slots.row_map, weights.to(DEVICE), torch.float16).cpu()
+    assert relative_error(got, layer(hidden.cpu(), ids, weights, params, SWIGLU)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("spec", [SWIGLU_OAI, INTERLEAVED, RELU2], ids=str)
+def test_one_token(spec: ActivationSpec) -> None:
+    params, tokens = _case(torch.bfloat16, spec, 1)
+    w13, w2 = _weights(params)
+    tiles = VectorTile(4, 32), VectorTile(8, 32)
+    got = experts_of_one_token(*(tensor.to(DEVICE) for tensor in tokens), w13, w2, spec, tiles).cpu()
+    # Only the output is rounded.
+    assert relative_error(got, layer(*tokens, params, spec)) < 2**-8

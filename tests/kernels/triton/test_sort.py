@@ -1,0 +1,72 @@
+"""Slots by expert, in every layout, against the torch permutation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_layers import DEVICE
+
+from moe_core.kernels.permute import masked_row_map, permute
+
+pytest.importorskip("triton", reason="needs triton")
+from moe_core.kernels.triton import sort
+from moe_core.kernels.triton.permute import gather_rows
+
+BLOCK = 4
+#: Tokens, top-k, experts: one token, many experts, a number that is no power of two, several blocks.
+SIZES = [(1, 8, 8), (5, 8, 128), (7, 3, 5), (100, 3, 3)]
+
+
+def _tiles(counts: list[int], starts: list[int]) -> list[list[int]]:
+    return [
+        [expert, row, start + count]
+        for expert, (count, start) in enumerate(zip(counts, starts, strict=True))
+        for row in range(start, start + count, BLOCK)
+    ]
+
+
+@pytest.mark.parametrize("pairwise", [8192, 0], ids=["pairwise", "counted"])
+@pytest.mark.parametrize("layout", ["dense", "aligned", "masked"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_slots_have_the_rows_of_the_torch_permutation(
+    size: tuple[int, int, int], layout: str, pairwise: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort, "_PAIRWISE_SLOTS", pairwise)
+    tokens, top_k, experts = size
+    ids = torch.randint(-1, experts, (tokens, top_k))
+    alignment, block = (8 if layout == "aligned" else 1), (tokens * top_k if layout == "masked" else 0)
+    got = sort.sort_slots(ids.to(DEVICE), experts, BLOCK, alignment=alignment, rows_per_expert=block)
+    if layout == "masked":
+        row_map, counts = masked_row_map(ids, experts, block)
+        starts, ends = [expert * block for expert in range(experts)], None
+    else:
+        want = permute(ids, experts, alignment)
+        row_map, counts, ends = want.row_map, want.num_tokens_per_expert, want.group_ends
+        starts = [0, *ends.tolist()[:-1]]
+        assert torch.equal(got.group_ends.cpu(), ends)
+    assert torch.equal(got.num_tokens_per_expert.cpu(), counts)
+    assert torch.equal(got.row_map.cpu().long(), row_map)
+    routed = row_map >= 0
+    assert torch.equal(got.order.cpu()[row_map[routed]].long(), routed.flatten().nonzero()[:, 0])
+    tables = [got.tiles, sort.group_tiles(got.num_tokens_per_expert, len(got.order), BLOCK, group_ends=got.group_ends)]
+    for tiles in tables if layout != "masked" else tables[:1]:
+        wanted = _tiles(counts.tolist(), starts)
+        assert tiles.table[: len(wanted)].tolist() == wanted
+        assert (tiles.table[len(wanted) :, 0] == -1).all()
+
+
+def test_rows_hold_their_tokens_times_a_weight() -> None:
+    ids, weights = torch.tensor([[1, -1], [0, 1], [1, 1]]), torch.rand(3, 2)
+    tokens = torch.randn(3, 5)
+    slots = sort.sort_slots(ids.to(DEVICE), 2, BLOCK, alignment=4)
+    rows = gather_rows(tokens.to(DEVICE), slots, weights.to(DEVICE)).cpu()
+    for (token, slot), row in zip([(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)], [4, 0, 5, 6, 7], strict=True):
+        assert slots.row_map[token, slot] == row
+        assert torch.equal(rows[row], tokens[token] * weights[token, slot])
+    assert rows[1:4].isnan().all(), "rows without a slot are not written"
+
+
+def test_groups_of_equal_size_have_their_own_tiles() -> None:
+    counts = torch.tensor([3, 0, 9], dtype=torch.int32, device=DEVICE)
+    table = sort.group_tiles(counts, 30, BLOCK).table.tolist()
+    assert table[:4] == [[0, 0, 3], [2, 20, 29], [2, 24, 29], [2, 28, 29]]

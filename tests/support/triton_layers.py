@@ -1,0 +1,40 @@
+"""Layers on the Triton runners, planned for an H100: on a GPU if there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from moe_core import BackendManager, LayerRequest, MoELayer, RawWeights
+from moe_core.discovery import Found
+from moe_core.environment import load_environment
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_PLUGINS = {name: f"moe_core.backends.{name}.plugin" for name in ("torch", "triton")}
+
+
+def both_manager() -> BackendManager:
+    """A manager with both built-in plugins, whatever else is installed."""
+    manager = BackendManager()
+    manager.load(
+        [
+            Found(name=name, load=lambda v=value: importlib.import_module(v), value=value)
+            for name, value in _PLUGINS.items()
+        ]
+    )
+    return manager
+
+
+def triton_layer(request: LayerRequest, weights: RawWeights | dict[str, torch.Tensor]) -> MoELayer:
+    """A loaded layer; `request` pins what it wants."""
+    layer = MoELayer(request, environment=load_environment("h100"), manager=both_manager())
+    raw = weights if isinstance(weights, RawWeights) else RawWeights(tensors=weights)
+    raw.tensors = {name: tensor.to(DEVICE) for name, tensor in raw.tensors.items()}
+    layer.load_weights(raw)
+    return layer
+
+
+def output(layer: MoELayer, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What a layer makes of tokens, on the CPU."""
+    return layer(*(tensor.to(DEVICE) for tensor in tokens)).cpu()
