@@ -13,7 +13,7 @@ from moe_core.testing.kit import Kit
 from moe_core.testing.outcome import Case, Result
 
 #: Cases that a process takes at a time.
-_CHUNK = 8
+_CHUNK = 32
 
 
 def run_cases(kit: Kit, jobs: int = 1) -> Iterator[Result]:
