@@ -57,7 +57,7 @@ class SchemeRow:
     """One scheme of one ecosystem.
 
     Attributes:
-        scheme: Word of the quantizer.
+        scheme: Its name.
         ecosystem: Whose layout of it.
         bits: Stored bits per expert weight, scales included.
         fp32: Against the unquantized model, all else in fp32.
@@ -82,7 +82,7 @@ def measure_scheme(
 
     Args:
         folder: The unquantized model.
-        scheme: A word of the quantizer.
+        scheme: Name of a scheme.
         ecosystem: Whose layout of it.
         inputs: What a calibration measured, for static scales.
         reference: The unquantized model in fp32.

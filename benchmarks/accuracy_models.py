@@ -21,13 +21,13 @@ sys.path.append(str(ROOT / "examples"))
 
 import reference_moe as oracle  # noqa: E402 - it lies beside the acceptance cases
 
-#: Word of the quantizer -> the oracle's scheme. NVFP4 is not here: its scales depend on the ecosystem.
+#: Name of a scheme -> the oracle's word for it. NVFP4 is not here: its scales depend on the ecosystem.
 ORACLE_SCHEMES = {
-    "fp8_block": "fp8_block",
+    "fp8_block128": "fp8_block",
     "w8a8_int8": "w8a8_int8",
-    "w4a8": "w4a8_channel",
-    "w4a4": "w4a4",
-    "mxfp4": "mxfp4_w4a16",
+    "w4a8_int8": "w4a8_channel",
+    "w4a4_int4": "w4a4",
+    "mxfp4_w4a16": "mxfp4_w4a16",
 }
 #: What the largest magnitude is scaled to by an NVFP4 global scale: the largest e2m1 code times the largest e4m3 scale.
 _NVFP4_MAX = 6.0 * 448.0
@@ -54,7 +54,7 @@ def use_oracle(model: Any, scheme: str, ecosystem: str, input_amax: dict[int, tu
 
     Args:
         model: A transformers model with gated silu experts `gate_up_proj`, `down_proj`.
-        scheme: A word of the quantizer.
+        scheme: Name of a scheme.
         ecosystem: Whose layout of it.
         input_amax: Layer -> largest magnitudes in front of both projections, over its experts: for static scales.
     """

@@ -67,10 +67,12 @@ class LayerGroup:
     Attributes:
         layers: Their indices, ascending.
         request: What each of them asks for, without workloads, parallelism or pins.
+        draft: They are draft layers, whose indices go on after the model's.
     """
 
     layers: tuple[int, ...]
     request: LayerRequest
+    draft: bool = False
 
 
 #: Files that tell the quantization where `config.json` does not, and what their content is then called.
@@ -135,7 +137,8 @@ def draft_layer_groups(
     quantized layers is an ordinary request.
     """
     modules = draft_modules(_text_part(config))
-    return _groups(config, modules, dtype, quant) if modules else ()
+    groups = _groups(config, modules, dtype, quant) if modules else ()
+    return tuple(attrs.evolve(group, draft=True) for group in groups)
 
 
 def _groups(

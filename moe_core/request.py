@@ -9,7 +9,7 @@ import attrs
 from moe_core.activation import SWIGLU, ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.placement import ExpertPlacement
-from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 from moe_core.vocabulary import (
     ANY,
     FLOAT_DTYPES,
@@ -162,6 +162,12 @@ class LayerRequest:
                     f"LayerRequest: dtype {self.dtype} with unquantized {scheme.weight_dtype} weights; "
                     "cast the weights or change dtype, nothing is cast silently"
                 )
+        block = self.quant.w13.weight_block
+        if self.activation.gated and isinstance(block, tuple) and block[0] == WHOLE != block[1]:
+            raise SpecError(
+                f"LayerRequest.quant: blocks of all rows and {block[1]} columns would span gate and up, which have "
+                f"scales of their own; give w13 blocks of {self.intermediate_size} rows"
+            )
 
     @property
     def local_intermediate_size(self) -> int:

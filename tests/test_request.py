@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import attrs
 import pytest
 from fakes import request
 from hypothesis import given
@@ -66,6 +67,10 @@ def test_a_request_can_be_written_down_and_read_back(layer: LayerRequest) -> Non
         ({"dtype": "fp16", "quant": quant.BF16}, "dtype fp16 with unquantized bf16 weights; cast"),
         ({"quant": "bf16"}, "field 'quant': expected LayerQuant, got 'bf16'"),
         ({"quant": QuantScheme(weight_dtype="any")}, "LayerRequest.quant: any.* is a pattern"),
+        (
+            {"quant": attrs.evolve(quant.W4A16_INT4, weight_block=(quant.WHOLE, 4))},
+            "blocks of all rows and 4 columns would span gate and up",
+        ),
         ({"activation": "silu"}, "field 'activation': expected ActivationSpec"),
         ({"bias": 1}, "field 'bias': expected bool, got 1"),
         ({"dispatch_dtype": "fp7"}, "field 'dispatch_dtype': 'fp7' is not one of"),

@@ -59,18 +59,21 @@ def evaluate(
     for folder in (model,) if against is None else (model, against):
         check_model_folder(folder)
     sample = read_text(text)
-    from moe_core.cli import eval_models
+    from moe_core.cli import encoded_text
+    from moe_core.cli.eval_models import load_evaluated
     from moe_core.evaluation import cut_windows
 
-    tested = eval_models.load_evaluated(model, sample, dtype, device, a2a_backend, runner_backend)
-    reference = None if against is None else eval_models.load_evaluated(against, sample, dtype, device)
-    if reference is not None:
-        eval_models.check_same_tokens(tested, reference)
-    window = eval_models.choose_window(window, *filter(None, (tested, reference)))
+    encoded = encoded_text.encode(model, sample)
+    texts = [encoded] if against is None else [encoded, encoded_text.encode(against, sample)]
+    for other in texts[1:]:
+        encoded_text.check_same_tokens(encoded, other)
+    window = encoded_text.choose_window(window, *texts)
     stride = window if stride is None else stride
-    windows = cut_windows(len(tested.ids), window, stride)
+    windows = cut_windows(len(encoded.ids), window, stride)
+    tested = load_evaluated(model, dtype, device, a2a_backend, runner_backend)
+    reference = None if against is None else load_evaluated(against, dtype, device)
     with stage("evaluating"):
-        prediction, comparison = _measure(tested, reference, windows)
+        prediction, comparison = _measure(tested, reference, encoded.ids, windows)
     report = Report(
         model=tested.described,
         reference=None if reference is None else reference.described,
@@ -78,7 +81,7 @@ def evaluate(
         comparison=comparison,
         text=str(text),
         num_bytes=len(sample.encode("utf-8")),
-        num_tokens=len(tested.ids),
+        num_tokens=len(encoded.ids),
         window=window,
         stride=stride,
     )
@@ -89,11 +92,11 @@ def evaluate(
 
 
 def _measure(
-    tested: PreparedModel, reference: PreparedModel | None, windows: tuple[Window, ...]
+    tested: PreparedModel, reference: PreparedModel | None, ids: list[int], windows: tuple[Window, ...]
 ) -> tuple[Prediction, Comparison | None]:
     from moe_core import evaluation
 
     if reference is None:
-        return evaluation.evaluate(tested.logits, tested.ids, windows), None
-    comparison = evaluation.compare(tested.logits, reference.logits, tested.ids, windows)
+        return evaluation.evaluate(tested.logits, ids, windows), None
+    comparison = evaluation.compare(tested.logits, reference.logits, ids, windows)
     return comparison.model, comparison

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from moe_core.cli.output import progress_bar, stage
 from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
 from moe_core.integrations.transformers import NAME, LoadedModel, PreparedExperts, prepare, register
 from moe_core.integrations.transformers import load_model as load_with_quantized_experts
+from moe_core.model_config import quantization_of, read_config
 from moe_core.payloads import TORCH_DTYPES
 
 
@@ -22,13 +24,69 @@ def require_transformers() -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise MoeCoreError(
-            f"moe-core run loads models with transformers, which cannot be imported here ({error}); "
+            f"models are loaded with transformers, which cannot be imported here ({error}); "
             "install it: pip install 'moe-core[transformers]'"
         ) from error
     # This command shows its own progress.
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers
+
+
+def read_text_config(folder: Path) -> Any:
+    """Transformers' configuration of the text part of the model in `folder`; no weights are read.
+
+    Raises:
+        UnsupportedModelError: transformers does not know it.
+    """
+    transformers = require_transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"model {folder}: its configuration cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the configuration of the model in `folder` says that its weights are."""
+    return quantization_of(read_config(folder)) is not None
+
+
+def load_served(
+    folder: Path,
+    dtype: str | None,
+    device: str | None,
+    a2a_backend: str | None,
+    runner_backend: str | None,
+    *,
+    title: str = "loading",
+    before_preparing: Callable[[Any], None] | None = None,
+) -> LoadedModel:
+    """The model in `folder`, quantized or not, its experts served by moe-core; says on stderr how long each step took.
+
+    Args:
+        folder: As of `load_model`.
+        dtype: As of `load_model`; quantized experts stay as they are.
+        device: As of `load_model`.
+        a2a_backend: Pin of the dispatcher.
+        runner_backend: Pin of the runner.
+        title: What the loading is called.
+        before_preparing: Called with an unquantized model while its experts are still eager; a layout of the runner's
+            own may then take the place of the weights that eager reads.
+
+    Raises:
+        MoeCoreError: What `load_model`, `prepare_experts` and the loading of quantized models raise.
+    """
+    if is_quantized(folder):
+        with progress_bar(title) as progress:
+            return load_quantized(folder, dtype, device, a2a_backend, runner_backend, progress)
+    with stage(title):
+        network = load_model(folder, dtype, device)
+    if before_preparing is not None:
+        before_preparing(network)
+    with stage("preparing experts"):
+        return LoadedModel(model=network, experts=prepare_experts(network, a2a_backend, runner_backend))
 
 
 def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
@@ -52,7 +110,7 @@ def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedModelError(f"model {folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    return model.to(_device(device)).eval()
+    return model.to(find_device(device)).eval()
 
 
 def load_quantized(
@@ -77,14 +135,15 @@ def load_quantized(
     return load_with_quantized_experts(
         folder,
         dtype=dtype,
-        device=_device(device),
+        device=find_device(device),
         a2a_backend=a2a_backend,
         runner_backend=runner_backend,
         progress=progress,
     )
 
 
-def _device(device: str | None) -> torch.device:
+def find_device(device: str | None) -> torch.device:
+    """The device of that type; for None this machine's accelerator, else the CPU."""
     if device is not None:
         return torch.device(probe_environment(device_type=device).device_type)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

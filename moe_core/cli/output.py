@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -83,14 +83,19 @@ def stage(title: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr (on a terminal) for a step that reads bytes, and then how long it took.
+def progress_bar(title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr (on a terminal) for a step that can say how far it is, and then how long it took.
+
+    Args:
+        title: What is being done.
+        unit: What the step counts: `bytes`, or something that is shown as it is (`windows`).
 
     Yields:
-        What the step calls with (bytes done, bytes in all).
+        What the step calls with (units done, units in all).
     """
     console, start = stderr(), time.perf_counter()
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    amount = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn(title), BarColumn(), *amount, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -29,6 +29,11 @@ def layer_ranges(layers: Sequence[int]) -> str:
     return " ".join(filter(None, (f"layer{'s' if len(layers) > 1 else ''}", ", ".join(words))))
 
 
+def group_title(group: LayerGroup) -> str:
+    """`layers 0-3, 5`, `draft layer 6`."""
+    return f"{'draft ' if group.draft else ''}{layer_ranges(group.layers)}"
+
+
 def machine_fields(environment: Environment) -> Table:
     """A machine as labels and texts."""
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
@@ -49,8 +54,8 @@ def machine_view(decision: Decision) -> RenderableType:
     return Group(machine_fields(decision.environment), *([fields(failed)] if failed else []))
 
 
-def plan_view(layers: Sequence[int], plan: MoEPlan, title: str = "") -> RenderableType:
-    """One plan: what was asked, each route, the weights, and what to know about it."""
+def plan_view(title: str, plan: MoEPlan) -> RenderableType:
+    """One plan: of which layers, what was asked, each route, the weights, and what to know about it."""
     partial = "" if plan.output_is_complete else "a partial sum: reduce it over the ranks that hold the parts"
     rows = {
         "asked": request_line(plan.request),
@@ -59,7 +64,7 @@ def plan_view(layers: Sequence[int], plan: MoEPlan, title: str = "") -> Renderab
         "output": partial,
         "notes": "\n".join(plan.notes),
     }
-    heading = Text(f"\nplan of {title or layer_ranges(layers)}", style="bold")
+    heading = Text(f"\nplan of {title}", style="bold")
     return Group(heading, fields({f"  {label}": text for label, text in rows.items()}))
 
 
@@ -87,7 +92,7 @@ def _route_line(route: Route) -> str:
 
 def decision_view(group: LayerGroup, decision: Decision) -> RenderableType:
     """Everything that was considered for one group of layers: both stages and the ranking of every workload."""
-    heading = Text(f"\n{layer_ranges(group.layers)}: {request_line(decision.request)}", style="bold")
+    heading = Text(f"\n{group_title(group)}: {request_line(decision.request)}", style="bold")
     views = [view for workload in decision.workloads for view in _workload_views(workload)]
     return Group(heading, *views)
 

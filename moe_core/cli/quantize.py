@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moe_core.cli.options import Verbose, read_text
+from moe_core.cli.options import Verbose, check_model_folder, read_text
 from moe_core.cli.output import fields, progress_bar, stage, stdout
 from moe_core.errors import SpecError
-from moe_core.quantizer.words import WRITABLE, ecosystem_of
+from moe_core.quantizer.words import SHORT_WORDS, WRITABLE, ecosystem_of, scheme_name
 
 if TYPE_CHECKING:
     from moe_core.quantizer.checkpoint import WrittenCheckpoint
     from moe_core.quantizer.input_amax import ModelInputs
 
 _ECOSYSTEMS = sorted({name for names in WRITABLE.values() for name in names})
+_SHORT = ", ".join(f"{word} for {name}" for word, name in SHORT_WORDS.items())
 
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a Hugging Face MoE model in floats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; if it exists it must be empty.")],
-    scheme: Annotated[str, typer.Option(metavar="NAME", help=f"What to write: {', '.join(WRITABLE)}.")],
+    scheme: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What to write: {', '.join(WRITABLE)}; or, in short, {_SHORT}.")
+    ],
     ecosystem: Annotated[
         str | None,
         typer.Option(
@@ -44,20 +47,20 @@ def quantize(
     verbose: Verbose = False,
 ) -> None:
     """Quantize the experts of a model and copy the rest, in the layout that the scheme's ecosystem reads."""
+    word, scheme = scheme, scheme_name(scheme)
     ecosystem = ecosystem_of(scheme, ecosystem)
-    if not source.is_dir():
-        raise SpecError(f"no model at {source}: expected a folder with a config.json and weights")
+    check_model_folder(source)
     text = None if calibrate is None else read_text(calibrate)
     from moe_core.quantizer.checkpoint import quantize_checkpoint, require_quantizable
-    from moe_core.quantizer.storages import find_storage
+    from moe_core.quantizer.layouts import find_layout
 
-    _require_scales(scheme, find_storage(scheme, ecosystem).static_inputs, text, input_scale)
+    _require_scales(scheme, find_layout(scheme, ecosystem).static_inputs, text, input_scale)
     # Before minutes of calibration.
     require_quantizable(source, out, scheme, ecosystem)
     inputs = _inputs(source, text, window, input_scale)
     with progress_bar(f"writing {scheme} for {ecosystem}") as progress:
         written = quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
-    _print_result(written)
+    _print_result(written, word)
 
 
 def _require_scales(scheme: str, wanted: bool, text: str | None, input_scale: float | None) -> None:
@@ -75,35 +78,45 @@ def _require_scales(scheme: str, wanted: bool, text: str | None, input_scale: fl
 
 def _inputs(source: Path, text: str | None, window: int, input_scale: float | None) -> ModelInputs | None:
     from moe_core.quantizer.input_amax import ModelInputs
-    from moe_core.quantizer.number_formats import NVFP4_MAX
+    from moe_core.quantizer.nvfp4 import largest_input
 
-    default = None if input_scale is None else input_scale * NVFP4_MAX
+    try:
+        default = None if input_scale is None else largest_input(input_scale)
+    except SpecError as error:
+        raise SpecError(f"--input-scale: {error}") from error
     if text is None:
         return None if default is None else ModelInputs(default=default)
+    return _calibrated(source, text, window, default)
+
+
+def _calibrated(source: Path, text: str, window: int, default: float | None) -> ModelInputs:
     import torch
 
-    from moe_core.cli.model_loading import load_model
-    from moe_core.cli.text_codec import load_codec
+    from moe_core.cli.encoded_text import encode
+    from moe_core.cli.model_loading import find_device, load_model
     from moe_core.quantizer.calibration import calibrate
 
-    with stage("loading"):
-        network = load_model(source, None, None)
-        codec = load_codec(source, int(network.config.get_text_config().vocab_size))
-    ids = torch.tensor([codec.encode(text)])
+    ids = torch.tensor([encode(source, text).ids])
     if not ids.numel():
         raise SpecError("the calibration text is empty; give at least one token")
-    with stage(f"calibrating over {ids.numel()} tokens"):
-        return calibrate(network, torch.split(ids, window, dim=1), default=default)
+    device = find_device(None).type
+    with stage("loading"):
+        # Magnitudes are those of bf16 up to its rounding, and many CPUs have no instructions for it.
+        network = load_model(source, "fp32" if device == "cpu" else None, device)
+    windows = torch.split(ids, window, dim=1)
+    with progress_bar(f"calibrating over {ids.numel()} tokens", "windows") as progress:
+        return calibrate(network, windows, default=default, progress=lambda done: progress(done, len(windows)))
 
 
-def _print_result(written: WrittenCheckpoint) -> None:
+def _print_result(written: WrittenCheckpoint, word: str) -> None:
     before, after = written.expert_bytes_before, written.expert_bytes_after
-    kept = written.kept_bytes
+    kept, scheme = written.kept_bytes, written.stored.scheme.label
+    meant = "" if word == scheme else f" ({word} is short for it)"
     stdout().print(
         fields(
             {
                 "written": str(written.folder),
-                "scheme": f"{written.stored.scheme}, stored as {written.stored.storage}",
+                "scheme": f"{scheme}{meant}, stored as {written.stored.storage}",
                 "experts": f"{written.num_experts}: {_megabytes(before)} -> {_megabytes(after)}",
                 "unchanged": _megabytes(kept),
                 "in all": f"{_megabytes(before + kept)} -> {_megabytes(after + kept)}",

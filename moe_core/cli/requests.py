@@ -12,10 +12,11 @@ import typer
 
 from moe_core.activation import GEGLU, GEGLU_TANH, RELU2, SWIGLU, SWIGLU_OAI
 from moe_core.cli.options import known_word
+from moe_core.cli.output import print_error
 from moe_core.deprecated import bf16_dispatch_requested
 from moe_core.errors import SpecError
-from moe_core.model_config import LayerGroup, layer_groups, read_config
-from moe_core.quant import SCHEMES
+from moe_core.model_config import LayerGroup, draft_layer_groups, layer_groups, read_config
+from moe_core.quant import SCHEMES, QuantScheme
 from moe_core.request import LayerRequest, Workload
 from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES
 
@@ -40,7 +41,7 @@ ACTIVATIONS = {
 def requested_groups(
     model: Path | None, layer: Mapping[str, Any], dtype: str | None, quant: str | None, shared: Mapping[str, Any]
 ) -> tuple[LayerGroup, ...]:
-    """What to resolve: the groups of a model, or one group without layer numbers.
+    """What to resolve: the groups of a model, draft layers last, or one group without layer numbers.
 
     Args:
         model: Folder or `config.json`, None for a layer by sizes.
@@ -60,7 +61,8 @@ def requested_groups(
     if model is not None:
         if given:
             raise typer.BadParameter(f"{', '.join(_option(name) for name in given)} cannot be combined with --model")
-        groups = layer_groups(read_config(model), dtype=dtype, quant=scheme)
+        config = read_config(model)
+        groups = layer_groups(config, dtype=dtype, quant=scheme) + _draft_groups(config, dtype, scheme)
         return tuple(attrs.evolve(group, request=attrs.evolve(group.request, **shared)) for group in groups)
     fields = {**DEFAULTS, **given, **shared, "dtype": dtype or "bf16"}
     fields["activation"] = ACTIVATIONS[known_word("activation", fields["activation"], ACTIVATIONS)]
@@ -69,6 +71,15 @@ def requested_groups(
         if dtype is None and scheme.weight_dtype in FLOAT_DTYPES:
             fields["dtype"] = scheme.weight_dtype
     return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
+
+
+def _draft_groups(config: Mapping[str, Any], dtype: str | None, scheme: QuantScheme | None) -> tuple[LayerGroup, ...]:
+    """A model runs without its draft layers: what is not understood of them alone is a warning."""
+    try:
+        return draft_layer_groups(config, dtype=dtype, quant=scheme)
+    except SpecError as error:
+        print_error(f"draft layers are left out: {error}", label="warning")
+        return ()
 
 
 def _option(name: str) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
 from moe_core.cli.output import print_error, print_json, stdout
-from moe_core.cli.plan_view import decision_view, machine_view, plan_view
+from moe_core.cli.plan_view import decision_view, group_title, machine_view, plan_view
 from moe_core.cli.requests import ACTIVATIONS, DEFAULTS, requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import PRESETS, Environment, load_environment, probe_environment
@@ -114,7 +114,7 @@ def resolve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Choose the backends of a layer or of every MoE layer of a model, and say why.
+    """Choose the backends of a layer or of every MoE layer of a model, draft layers included, and say why.
 
     Without sizes and without a model, the layer is one of Qwen3-30B-A3B.
     """
@@ -179,12 +179,13 @@ def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
         if explain:
             console.print(decision_view(result.group, result.decision))
         if result.plan:
-            console.print(plan_view(result.group.layers, result.plan))
+            console.print(plan_view(group_title(result.group), result.plan))
 
 
 def _json(result: Resolved) -> dict[str, Any]:
     return {
         "layers": list(result.group.layers),
+        "draft": result.group.draft,
         "plan": None if result.plan is None else _plan_json(result.plan),
         "decision": result.decision.to_json(),
         "error": result.error,

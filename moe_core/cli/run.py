@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, check_model_folder, known_word, read_text
-from moe_core.cli.output import fields, progress_bar, stage, stdout
+from moe_core.cli.output import fields, stage, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
-from moe_core.model_config import quantization_of, read_config
+from moe_core.expert_names import layer_index
 from moe_core.plan import MoEPlan
 from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
 
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
 
     from moe_core.cli.generation import Generated
     from moe_core.cli.text_codec import TextCodec
+    from moe_core.evaluation import Window
     from moe_core.integrations.transformers import LoadedModel
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
 SMALL_MODEL = 2_000_000_000
-#: Pins of the dispatcher and of the runner.
-_Pins: TypeAlias = tuple[str | None, str | None]
-_LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 
 
 def run(
@@ -42,7 +39,10 @@ def run(
     window: Annotated[int, typer.Option(min=2, help="Tokens per window of that text.")] = 256,
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Dtype of the weights: {', '.join(FLOAT_DTYPES)}.", show_default="the checkpoint's"),
+        typer.Option(
+            help=f"Dtype of unquantized weights and of tokens: {', '.join(FLOAT_DTYPES)}.",
+            show_default="the checkpoint's",
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -67,17 +67,23 @@ def run(
         known_word("device type", device, DEVICE_TYPES)
     check_model_folder(model)
     sample = None if text is None else read_text(text)
-    pins = (a2a_backend, runner_backend)
-    if quantization_of(read_config(model)) is None:
-        loaded, reference = _load_floats(model, prompt, dtype, device, compare_eager, pins)
-    elif compare_eager:
-        raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
-    else:
-        loaded, reference = _load_quantized(model, dtype, device, pins), None
-    from moe_core.cli import generation
-    from moe_core.evaluation import prompt_logits
+    from moe_core.cli import generation, model_loading
+    from moe_core.cli.encoded_text import encode
+    from moe_core.evaluation import cut_windows, prompt_logits
 
-    network, (codec, ids) = loaded.model, _encoded(model, loaded.model, prompt)
+    if compare_eager and model_loading.is_quantized(model):
+        raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
+    encoded = encode(model, prompt)
+    ids, codec = encoded.ids, encoded.codec
+    if not ids:
+        raise SpecError("the prompt is empty; give at least one token to continue")
+    sample_ids = [] if sample is None else codec.encode(sample)
+    windows = () if sample is None else cut_windows(len(sample_ids), window, window)
+    eager = _EagerReference(ids, compare_eager)
+    loaded = model_loading.load_served(
+        model, dtype, device, a2a_backend, runner_backend, before_preparing=eager.compute
+    )
+    network = loaded.model
     _print_plans({name: experts.plan for name, experts in loaded.experts.items()})
     # The first forward compiles and allocates; the figures below are of the second.
     with stage("warm-up"):
@@ -85,54 +91,31 @@ def run(
     with stage("generating"):
         generated = generation.generate(network, ids, max_new_tokens)
     figures = _figures(generated, codec, loaded)
-    if reference is not None:
-        figures["difference"] = _difference(logits, reference)
+    if eager.logits is not None:
+        figures["difference"] = _difference(logits, eager.logits)
     elif compare_eager is None and loaded.is_quantized:
         figures["difference"] = "from eager not available: the experts exist in quantized form alone"
     if text is not None and sample is not None:
         with stage("perplexity"):
-            figures["perplexity"] = _perplexity(network, codec, sample, text, window)
+            described = f"{text}, windows of {window}"
+            figures["perplexity"] = _perplexity(network, sample_ids, windows, len(sample.encode("utf-8")), described)
     _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
 
 
-def _load_floats(
-    folder: Path, prompt: str, dtype: str | None, device: str | None, compare_eager: bool | None, pins: _Pins
-) -> tuple[LoadedModel, Tensor | None]:
-    """The model, and what its eager experts answer, if that is wanted."""
-    from moe_core.cli import model_loading
-    from moe_core.evaluation import prompt_logits
-    from moe_core.integrations.transformers import LoadedModel
+class _EagerReference:
+    """What the eager experts of a model answer to the prompt, if that is wanted and the model has any."""
 
-    with stage("loading"):
-        network = model_loading.load_model(folder, dtype, device)
-    _, ids = _encoded(folder, network, prompt)
-    compare = network.num_parameters() <= SMALL_MODEL if compare_eager is None else compare_eager
-    reference = None
-    if compare:
-        # Before preparing: a layout of its own may take the place of the weights that eager reads.
-        with stage("eager reference"):
-            reference = prompt_logits(network, ids)
-    with stage("preparing experts"):
-        bound = model_loading.prepare_experts(network, *pins)
-    return LoadedModel(model=network, experts=bound), reference
+    def __init__(self, ids: list[int], wanted: bool | None) -> None:
+        self.logits: Tensor | None = None
+        self._ids, self._wanted = ids, wanted
 
+    def compute(self, network: Any) -> None:
+        from moe_core.evaluation import prompt_logits
 
-def _load_quantized(folder: Path, dtype: str | None, device: str | None, pins: _Pins) -> LoadedModel:
-    from moe_core.cli import model_loading
-
-    with progress_bar("loading") as progress:
-        return model_loading.load_quantized(folder, dtype, device, *pins, progress)
-
-
-def _encoded(folder: Path, network: Any, prompt: str) -> tuple[TextCodec, list[int]]:
-    """The codec of a model, and the prompt in tokens; raises `SpecError` if there is none."""
-    from moe_core.cli.text_codec import load_codec
-
-    codec = load_codec(folder, int(network.config.get_text_config().vocab_size))
-    ids = codec.encode(prompt)
-    if not ids:
-        raise SpecError("the prompt is empty; give at least one token to continue")
-    return codec, ids
+        wanted = network.num_parameters() <= SMALL_MODEL if self._wanted is None else self._wanted
+        if wanted:
+            with stage("eager reference"):
+                self.logits = prompt_logits(network, self._ids)
 
 
 def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
@@ -145,10 +128,9 @@ def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
         else:
             names.append(name)
     for plan, names in groups:
-        found = [_LAYER_INDEX.search(name) for name in names]
-        layers = sorted(int(match[1]) for match in found if match)
+        layers = sorted(index for name in names if (index := layer_index(name)) is not None)
         title = layer_ranges(layers) if len(layers) == len(names) else ", ".join(names)
-        stdout().print(plan_view(layers, plan, title))
+        stdout().print(plan_view(title, plan))
 
 
 def _print_result(text: str, figures: Mapping[str, str]) -> None:
@@ -169,15 +151,14 @@ def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dic
     }
 
 
-def _perplexity(network: Any, codec: TextCodec, sample: str, source: Path, window: int) -> str:
-    from moe_core.evaluation import cut_windows, evaluate, prompt_logits
+def _perplexity(network: Any, ids: list[int], windows: Sequence[Window], num_bytes: int, described: str) -> str:
+    from moe_core.evaluation import evaluate, prompt_logits
 
-    ids = codec.encode(sample)
-    measured = evaluate(partial(prompt_logits, network), ids, cut_windows(len(ids), window, window))
-    per_byte = measured.perplexity(len(sample.encode("utf-8")) / len(ids))
+    measured = evaluate(partial(prompt_logits, network), ids, windows)
+    per_byte = measured.perplexity(num_bytes / len(ids))
     return (
         f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "
-        f"({measured.num_tokens} tokens of {source}, windows of {window})"
+        f"({measured.num_tokens} tokens of {described})"
     )
 
 

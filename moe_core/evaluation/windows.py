@@ -21,11 +21,6 @@ class Window:
     stop: int
     first_target: int
 
-    @property
-    def num_targets(self) -> int:
-        """Tokens predicted in this window."""
-        return self.stop - self.first_target
-
 
 def cut_windows(num_tokens: int, window: int, stride: int) -> tuple[Window, ...]:
     """Windows that begin `stride` tokens apart and together reach the end of the text.

@@ -7,9 +7,9 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from moe_core.kernels.number_formats import E4M3_BITS_UNIT, PACKED, byte_pairs, e4m3_bits, has_e4m3_nan, scale_values
+from moe_core.kernels.number_formats import E4M3_BITS_UNIT, byte_pairs, e4m3_bits, has_e4m3_nan, scale_values
 from moe_core.payloads import Tensor
-from moe_core.quant import WHOLE
+from moe_core.quant import WEIGHT_BITS, WHOLE
 
 #: Rows and columns that share a scale, `WHOLE` for an axis.
 Tile: TypeAlias = tuple[int, int]
@@ -57,7 +57,7 @@ class WeightReader:
         """Weight rows `first ..` into fp32 `out [rows, C]` of any strides."""
         rows = slice(first, first + out.shape[0])
         part = self.weight[rows]
-        if self.weight_dtype in PACKED:
+        if WEIGHT_BITS[self.weight_dtype] == 4:
             _read_pairs(out, part, self.weight_dtype)
         elif _reads_bits(part, self.weight_dtype):
             _read_e4m3(out, part, scaled=self.scale is not None)
@@ -80,7 +80,7 @@ class WeightReader:
 
 def num_columns(weight: Tensor, weight_dtype: str) -> int:
     """Elements in the last axis of a stored weight; 4-bit ones share bytes."""
-    return weight.shape[-1] * (2 if weight_dtype in PACKED else 1)
+    return weight.shape[-1] * (2 if WEIGHT_BITS[weight_dtype] == 4 else 1)
 
 
 def _by_row(by_tile: Tensor, num_rows: int, rows_per_tile: int) -> Tensor:

@@ -69,7 +69,7 @@ class ExpertLinear(StoredLinear):
 
     Attributes:
         rounder: How activations are rounded before the product.
-        input_scale: fp32 scalar of statically scaled activations, or None.
+        input_scale: `[L]` fp32 of statically scaled activations, or None.
     """
 
     rounder: ActivationRounder
@@ -87,7 +87,7 @@ class ExpertLinear(StoredLinear):
         return cls(
             weight=weight,
             weight_dtype=scheme.weight_dtype,
-            tile=block if isinstance(block, tuple) and block != (WHOLE, WHOLE) else _ROW,
+            tile=block if isinstance(block, tuple) and not scheme.scales_whole_rows else _ROW,
             rounder=ActivationRounder.of(scheme),
             **tensors,
         )

@@ -54,7 +54,8 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         fp32 from the loop, bf16 from the grouped GEMM.
     """
     is_real = _real_rows(groups, rows.shape[0]) if linear.rounder.needs_real_rows else None
-    rows, row_scale = linear.rounder(rows, linear.input_scale, is_real)
+    input_scale = None if linear.input_scale is None else _by_row(linear.input_scale, groups, rows.shape[0])
+    rows, row_scale = linear.rounder(rows, input_scale, is_real)
     if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
@@ -76,13 +77,23 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
     return out
 
 
+def _experts_of_rows(group_ends: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows' numbers and the expert of each, int `[R]`: L past the last group, and where there is no expert."""
+    row = torch.arange(num_rows, device=group_ends.device, dtype=group_ends.dtype)
+    return row, torch.searchsorted(group_ends, row, right=True)
+
+
+def _by_row(by_expert: Tensor, groups: Groups, num_rows: int) -> Tensor:
+    """`[L]` -> `[R, 1]`; rows of no expert get a one."""
+    _, expert = _experts_of_rows(groups.group_ends, num_rows)
+    return functional.pad(by_expert, (0, 1), value=1.0)[expert][:, None]
+
+
 def _real_rows(groups: Groups, num_rows: int) -> Tensor:
     """Which rows belong to a token, bool `[R]`; of the others not even the size may be looked at."""
-    ends = groups.group_ends
-    row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
-    expert = torch.searchsorted(ends, row, right=True)
+    row, expert = _experts_of_rows(groups.group_ends, num_rows)
     # Past the last group, and for no expert at all, the appended entries: no real row.
-    starts = functional.pad(ends, (1, 0))
+    starts = functional.pad(groups.group_ends, (1, 0))
     counts = functional.pad(groups.num_tokens_per_expert, (0, 1))
     return row - starts[expert] < counts[expert]
 
@@ -111,6 +122,5 @@ def _grouped_gemm(rows: Tensor, group_ends: Tensor, linear: ExpertLinear) -> Ten
     out = functional.grouped_mm(rows.to(linear.weight.dtype), linear.weight.mT, offs=group_ends)
     if linear.bias is None:
         return out
-    row = torch.arange(rows.shape[0], device=rows.device, dtype=group_ends.dtype)
-    expert = torch.searchsorted(group_ends, row, right=True).clamp(max=group_ends.shape[0] - 1)
-    return out + linear.bias[expert]
+    _, expert = _experts_of_rows(group_ends, rows.shape[0])
+    return out + linear.bias[expert.clamp(max=group_ends.shape[0] - 1)]

@@ -20,8 +20,8 @@ E4M3_BITS_UNIT = 256.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _INT4 = (*range(8), *range(-8, 0))
 
-#: Word of a packed weight dtype -> its 16 values.
-PACKED = {"fp4": _E2M1, "int4": _INT4}
+#: Word of a 4-bit weight dtype -> its 16 values.
+_FOUR_BITS = {"fp4": _E2M1, "int4": _INT4}
 
 _EXPONENT_BITS = 0x7F800000
 _FRACTION_BITS = 0x007FFFFF
@@ -30,7 +30,7 @@ _FRACTION_BITS = 0x007FFFFF
 @cache
 def byte_pairs(weight_dtype: str, device: torch.device) -> Tensor:
     """Both fp32 values of every byte as the 256 words that hold them, int64: one look-up writes two numbers."""
-    values = PACKED[weight_dtype]
+    values = _FOUR_BITS[weight_dtype]
     pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.float32).view(torch.int64).flatten().to(device)
 

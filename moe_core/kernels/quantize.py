@@ -21,14 +21,12 @@ from moe_core.kernels.number_formats import (
     round_to_e4m3,
 )
 from moe_core.payloads import Tensor
-from moe_core.quant import QuantScheme
+from moe_core.quant import PER_TENSOR, QuantScheme
 
 #: Largest code of each activation dtype.
 _LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
-#: As `activation_group`: one scale for all rows.
-_TENSOR = 0
-#: Channels that share one scale in fp8 tokens on the wire.
-_WIRE_GROUP = 128
+#: Channels that share one scale in fp8 tokens on the wire (`row_128`).
+WIRE_GROUP = 128
 
 
 @attrs.frozen(kw_only=True)
@@ -37,20 +35,23 @@ class ActivationRounder:
 
     A dynamic scale is amax / largest code in fp32: of a token, of a group of its channels, or of all rows. As e8m0 it
     becomes a power of two before anything is rounded: the next above, for fp4 that of the largest code's exponent
-    (OCP MX). Statically scaled values share one fp32 `input_scale`; NVFP4 gives every group an e4m3 scale = amax / 6 /
-    input_scale besides. Codes are rounded to nearest, ties to even, and saturate. Zeros stay zeros.
+    (OCP MX). Statically scaled values of a row share the fp32 `input_scale` of its expert; NVFP4 gives every group an
+    e4m3 scale = amax / 6 / input_scale besides. Codes are rounded to nearest, ties to even, and saturate. Zeros stay
+    zeros.
 
     Attributes:
         dtype: Word of the codes, `same` for none.
         static: Whether the scale comes from the checkpoint.
-        group: Channels that share a scale, `WHOLE` one per token, 0 one for all rows.
+        group: Channels that share a scale, `WHOLE` one per token, `PER_TENSOR` one for all rows.
         scale: Word of the scales.
+        needs_real_rows: Whether a row's result depends on other rows, so that undefined ones must be known.
     """
 
     dtype: str
     static: bool
     group: int
     scale: str
+    needs_real_rows: bool
 
     @classmethod
     def of(cls, scheme: QuantScheme) -> ActivationRounder:
@@ -60,12 +61,8 @@ class ActivationRounder:
             static=scheme.activation_scaling == "static",
             group=int(scheme.activation_group),
             scale=scheme.activation_scale,
+            needs_real_rows=scheme.scales_by_batch,
         )
-
-    @property
-    def needs_real_rows(self) -> bool:
-        """Whether a row's result depends on other rows, so that undefined ones must be known."""
-        return self.dtype != "same" and not self.static and self.group == _TENSOR
 
     def __call__(
         self, x: Tensor, input_scale: Tensor | None = None, is_real: Tensor | None = None
@@ -74,7 +71,7 @@ class ActivationRounder:
 
         Args:
             x: The activations.
-            input_scale: fp32 scalar of static scaling.
+            input_scale: fp32 of static scaling, `[rows, 1]` or a scalar.
             is_real: bool `[rows]`, where `needs_real_rows`; None for all.
 
         Returns:
@@ -100,7 +97,7 @@ class ActivationRounder:
         return input_scale
 
     def _amax(self, sizes: Tensor, is_real: Tensor | None) -> Tensor:
-        if self.group != _TENSOR:
+        if self.group != PER_TENSOR:
             return sizes.amax(-1, keepdim=True)
         real = sizes if is_real is None else torch.where(is_real[:, None], sizes, 0.0)
         # One zero more: there may be no row.
@@ -113,8 +110,9 @@ class ActivationRounder:
         if input_scale is None:
             scale = self._dynamic_scale(amax)
         else:
+            by_group = input_scale[..., None]
             # A group's scale may round to zero; its values are then zero.
-            scale = round_to_e4m3(amax / _LARGEST[self.dtype] / input_scale) * input_scale
+            scale = round_to_e4m3(amax / _LARGEST[self.dtype] / by_group) * by_group
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ class ActivationRounder:
 
 def quantize_rows_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """`[rows, C]` -> e4m3 `[rows, C]` and fp32 scales `[rows, ceil(C / 128)]`, scale = amax / 448; zeros stay zeros."""
-    groups = _in_groups(values.float(), _WIRE_GROUP)
+    groups = _in_groups(values.float(), WIRE_GROUP)
     scales = groups.abs().amax(-1) / E4M3_MAX
     codes = round_e4m3(groups / torch.where(scales == 0, 1.0, scales)[..., None])
     return torch.flatten(codes, start_dim=1)[:, : values.shape[1]], scales

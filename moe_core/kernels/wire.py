@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import SpecError
-from moe_core.kernels.quantize import quantize_rows_fp8
+from moe_core.kernels.quantize import WIRE_GROUP, quantize_rows_fp8
 from moe_core.payloads import TORCH_DTYPES, StandardTokens, Tensor
 from moe_core.specs import TokenDtype
-
-#: Channels that share one scale in the `row_128` layout.
-_GROUP = 128
 
 
 def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor, token_dtype: TokenDtype) -> Tensor:
@@ -40,7 +37,7 @@ def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: T
     dtypes = [(TORCH_DTYPES.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
     is_quantized = token_dtype.dtype not in TORCH_DTYPES
     if is_quantized:
-        dtypes.append((torch.float32, -(-hidden_size // _GROUP)))
+        dtypes.append((torch.float32, -(-hidden_size // WIRE_GROUP)))
     dtypes += [(torch.int32, top_k), (torch.float32, top_k)]
     parts = torch.split(message, [dtype.itemsize * width for dtype, width in dtypes], dim=1)
     tensors = [part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, dtypes, strict=True)]

@@ -38,7 +38,16 @@ from moe_core.quant.known import (
     W8A16_INT8_G128,
 )
 from moe_core.quant.layer import LayerQuant
-from moe_core.quant.scheme import ACTIVATION_DTYPES, ACTIVATION_SCALING, SCALE_DTYPES, WEIGHT_DTYPES, WHOLE, QuantScheme
+from moe_core.quant.scheme import (
+    ACTIVATION_DTYPES,
+    ACTIVATION_SCALING,
+    PER_TENSOR,
+    SCALE_DTYPES,
+    WEIGHT_BITS,
+    WEIGHT_DTYPES,
+    WHOLE,
+    QuantScheme,
+)
 from moe_core.quant.stored import STORAGES, StoredLayer, StoredScheme
 
 __all__ = [
@@ -63,6 +72,7 @@ __all__ = [
     "MXFP8_W8A16",
     "NVFP4",
     "NVFP4_W4A16",
+    "PER_TENSOR",
     "SCALE_DTYPES",
     "SCHEMES",
     "STORAGES",
@@ -78,6 +88,7 @@ __all__ = [
     "W8A8_INT8",
     "W8A16_INT8",
     "W8A16_INT8_G128",
+    "WEIGHT_BITS",
     "WEIGHT_DTYPES",
     "WHOLE",
     "LayerQuant",

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from moe_core.quant.scheme import WHOLE, QuantScheme
+from moe_core.quant.scheme import PER_TENSOR, WHOLE, QuantScheme
 
 
 def _weight_only(weight_dtype: str, block: tuple[int, int], scale: str, **more: Any) -> QuantScheme:
@@ -37,7 +37,7 @@ FP8_BLOCK128 = _dynamic(FP8_BLOCK128_W8A16, "fp8", 128)
 FP8_BLOCK128_UE8M0 = _dynamic(_weight_only("fp8", (128, 128), "e8m0"), "fp8", 128, "e8m0")
 FP8_TENSOR_W8A16 = _weight_only("fp8", (WHOLE, WHOLE), "fp32")
 FP8_TENSOR = _dynamic(FP8_TENSOR_W8A16, "fp8")
-FP8_TENSOR_STATIC = _static(FP8_TENSOR_W8A16, "fp8", 0, "fp32")
+FP8_TENSOR_STATIC = _static(FP8_TENSOR_W8A16, "fp8", PER_TENSOR, "fp32")
 FP8_CHANNEL_W8A16 = _weight_only("fp8", (1, WHOLE), "fp32")
 FP8_CHANNEL = _dynamic(FP8_CHANNEL_W8A16, "fp8")
 MXFP8_W8A16 = _weight_only("fp8", (1, 32), "e8m0")

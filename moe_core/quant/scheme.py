@@ -1,6 +1,8 @@
 """What the stored weights of one projection are and what is done to activations, as a value.
 
-A scheme describes numbers, not a vendor's name for them, so that a runner can declare patterns over it.
+A scheme describes numbers, not a vendor's name for them, so that a runner can declare patterns over it. The value is
+also the door to what is built on it, its names (`label`, `from_name`) and the readers of configurations (`from_hf`):
+whoever has a scheme finds them, and so these three import the modules above inside.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import attrs
 from moe_core.errors import SpecError
 from moe_core.vocabulary import ANY, FLOAT_DTYPES, one_of, require_word
 
-WEIGHT_DTYPES = (*FLOAT_DTYPES, "fp8", "int8", "int4", "fp4")
+#: Element type of a stored weight -> its bits; 4-bit elements share bytes.
+WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
+WEIGHT_DTYPES = tuple(WEIGHT_BITS)
 SCALE_DTYPES = ("none", "fp32", "bf16", "e4m3", "e8m0")
 ACTIVATION_DTYPES = ("same", "fp8", "int8", "int4", "fp4")
 ACTIVATION_SCALING = ("none", "dynamic", "static")
 
 #: In a block or group size: the whole axis.
 WHOLE = -1
+#: As `activation_group`: all channels of all rows.
+PER_TENSOR = 0
 
 
 def _is_block(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -31,8 +37,10 @@ def _is_block(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 
 def _is_group(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value != ANY and value != 0 and not _is_size(value):
-        raise SpecError(f"QuantScheme.{attribute.name}: expected an int > 0, 0, {WHOLE} or {ANY!r}, got {value!r}")
+    if value != ANY and value != PER_TENSOR and not _is_size(value):
+        raise SpecError(
+            f"QuantScheme.{attribute.name}: expected an int > 0, {PER_TENSOR}, {WHOLE} or {ANY!r}, got {value!r}"
+        )
 
 
 def _is_flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -57,7 +65,8 @@ class QuantScheme:
         zero_point: Whether each scale comes with a zero point that is subtracted from the stored integers first.
         activation_dtype: What activations are rounded to before the GEMM; `same` leaves them alone.
         activation_scaling: `dynamic` (from the data), `static` (from the checkpoint) or `none`.
-        activation_group: Channels that share one activation scale; `WHOLE` is one scale per token, 0 per tensor.
+        activation_group: Channels that share one activation scale; `WHOLE` is one scale per token, `PER_TENSOR` one
+            for all.
         activation_scale: Element type of the activation scales.
     """
 
@@ -94,6 +103,23 @@ class QuantScheme:
         return self.weight_dtype not in FLOAT_DTYPES
 
     @property
+    def weight_bits(self) -> int:
+        """Bits of one stored weight; raises `SpecError` for a pattern that leaves its type open."""
+        if self.weight_dtype == ANY:
+            raise SpecError(f"QuantScheme: {self} is a pattern, whose weights have no size")
+        return WEIGHT_BITS[self.weight_dtype]
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether one scale serves a whole matrix; gate and up have one each."""
+        return self.weight_block == (WHOLE, WHOLE)
+
+    @property
+    def scales_whole_rows(self) -> bool:
+        """Whether all weights of an output row share a scale, which may then multiply the output instead."""
+        return self.is_per_tensor or self.weight_block == (1, WHOLE)
+
+    @property
     def has_input_global_scale(self) -> bool:
         """Whether the checkpoint brings the scale that NVFP4 tokens on the wire need."""
         return self.activation_dtype == "fp4" and self.activation_scaling == "static"
@@ -101,7 +127,12 @@ class QuantScheme:
     @property
     def scales_by_batch(self) -> bool:
         """Whether one activation scale comes from all rows, so that a token's result depends on its batch."""
-        return self.activation_scaling == "dynamic" and self.activation_group == 0
+        return self.activation_scaling == "dynamic" and self.activation_group == PER_TENSOR
+
+    def block_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """`weight_block` of a matrix of this size in numbers; of unquantized weights all of it."""
+        across, along = self.weight_block if isinstance(self.weight_block, tuple) else (WHOLE, WHOLE)
+        return (rows if across == WHOLE else across, columns if along == WHOLE else along)
 
     def matches(self, pattern: QuantScheme) -> bool:
         """Whether every field equals the pattern's or the pattern says `any` there."""

@@ -20,6 +20,7 @@ exponent bytes (uint8 or e8m0) or as fp32 powers of two.
   which multiply.
 - `gpt_oss_mxfp4`: all experts in one tensor, `_blocks` uint8 `[E, N, K/32, 16]` and `_scales` uint8 `[E, N, K/32]`.
 - `gptq`: `qweight` int32 `[K/8, N]`; `qzeros` int32 `[K/g, N/8]` of zero points - 1; `scales [K/g, N]`; `g_idx [K]`.
+  For int8 a word holds four values.
 - `gptq_v2`: the same with `qzeros` of zero points.
 - `awq`: `qweight` int32 `[K, N/8]`, a word holding its outputs in the order 0 2 4 6 1 3 5 7; `qzeros` int32
   `[K/g, N/8]` alike; `scales [K/g, N]`.
@@ -28,7 +29,7 @@ exponent bytes (uint8 or e8m0) or as fp32 powers of two.
   `scale_bias`, which only a kernel that splits activations needs.
 - `modelslim_w4a4`: `weight` int8 `[N, K]`, one value per byte; `weight_scale`, `weight_offset` `[N, 1]`.
 
-In `gptq` and `awq`, a scheme without zero point means that every zero point is 8.
+In `gptq` and `awq`, a scheme without zero point means that every zero point is 8 (int8: 128).
 """
 
 from __future__ import annotations

@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
 
 from moe_core.errors import UnsupportedModelError, WeightsError
+from moe_core.expert_names import layer_index
 from moe_core.integrations.transformers.layout import read_layout
 from moe_core.integrations.transformers.traits import is_experts, local_parameters
 from moe_core.payloads import Tensor
 from moe_core.quantizer.input_amax import ExpertInputs, ModelInputs
 
-_LAYER = re.compile(r"\blayers?\.(\d+)\.")
-
 
 @torch.inference_mode()
-def calibrate(model: Any, windows: Iterable[Tensor], *, default: float | None = None) -> ModelInputs:
+def calibrate(
+    model: Any,
+    windows: Iterable[Tensor],
+    *,
+    default: float | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> ModelInputs:
     """The largest magnitudes in front of both projections of every expert of a transformers model.
 
     Args:
         model: A causal language model with eager experts, whole on one device.
         windows: Token ids `[1, S]` to run it over.
         default: See `ModelInputs.default`.
+        progress: Called after every window with how many are done.
 
     Raises:
         UnsupportedModelError: It has no experts modules, or one that is not understood.
         WeightsError: An input was infinite or NaN.
     """
-    recorders = {}
-    for name, module in model.named_modules():
-        if is_experts(module):
-            layer = _LAYER.search(name)
-            if layer is None or int(layer[1]) in recorders:
-                raise UnsupportedModelError(f"experts module {name}: expected one per numbered layer")
-            recorders[int(layer[1])] = _Recorder(module, name)
-    if not recorders:
-        raise UnsupportedModelError(f"{type(model).__name__} has no experts modules of transformers to calibrate")
-    try:
-        for window in windows:
+    recorders: dict[int, _Recorder] = {}
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if is_experts(module):
+                layer = layer_index(name)
+                if layer is None or layer in recorders:
+                    raise UnsupportedModelError(f"experts module {name}: expected one per numbered layer")
+                recorders[layer] = hooks.enter_context(_Recorder(module, name))
+        if not recorders:
+            raise UnsupportedModelError(f"{type(model).__name__} has no experts modules of transformers to calibrate")
+        for done, window in enumerate(windows, start=1):
             model(input_ids=window.to(model.device), use_cache=False)
-    finally:
-        for recorder in recorders.values():
-            recorder.remove()
+            if progress is not None:
+                progress(done)
     return ModelInputs(layers={layer: recorder.result() for layer, recorder in recorders.items()}, default=default)
 
 
 class _Recorder:
-    """Watches one experts module."""
+    """Watches one experts module until the block ends."""
 
     def __init__(self, module: Any, name: str) -> None:
         self._flags = read_layout(module).flags
@@ -61,7 +66,10 @@ class _Recorder:
         self._second = torch.zeros(module.num_experts)
         self._hook = module.register_forward_pre_hook(self._watch, with_kwargs=True)
 
-    def remove(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
     def result(self) -> ExpertInputs:

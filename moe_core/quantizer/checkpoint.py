@@ -9,14 +9,15 @@ from pathlib import Path
 import attrs
 
 from moe_core.errors import MoeCoreError, SpecError
+from moe_core.expert_names import is_of_experts
 from moe_core.payloads import Tensor
 from moe_core.quant import StoredScheme
-from moe_core.quantizer.experts import ExpertSource, find_experts, is_expert_tensor, require_sizes
+from moe_core.quantizer.experts import ExpertSource, find_experts, require_sizes
 from moe_core.quantizer.input_amax import ModelInputs
+from moe_core.quantizer.layout import Contents, Expert, Layout
+from moe_core.quantizer.layouts import find_layout
 from moe_core.quantizer.output import SHARD_BYTES, ShardWriter, new_folder, require_new, write_json
 from moe_core.quantizer.source import Source, open_source
-from moe_core.quantizer.storage import Contents, Expert, Storage
-from moe_core.quantizer.storages import find_storage
 
 #: `(bytes of source weights dealt with, bytes in all) -> None`.
 ProgressFn = Callable[[int, int], None]
@@ -57,12 +58,14 @@ def quantize_checkpoint(
 
     Tensors are read one by one and at most one shard waits in memory. Experts may lie one by one
     (`experts.3.gate_proj.weight`, `experts.3.w1.weight`) or all of a layer in one tensor (`experts.gate_up_proj`
-    `[E, 2I, H]`, gate first); the latter are written one by one. Everything else in the folder is copied.
+    `[E, 2I, H]`, gate first); the latter are written one by one. All other tensors are copied, and all files beside the
+    weights: the tokenizer, generation settings, code. Not copied are folders, weights in other formats (`.bin`,
+    `.gguf`, `.onnx` ...) and indices of weight files; `config.json` is written again.
 
     Args:
         source: Folder of a Hugging Face checkpoint in safetensors with bf16, fp16 or fp32 experts.
         out: Folder to make; it appears when it is complete.
-        scheme: A word of `words.WRITABLE`.
+        scheme: A name of `words.WRITABLE`, or a word of `words.SHORT_WORDS`.
         ecosystem: Whose layout; None for the usual one of the scheme.
         inputs: Largest magnitudes of the experts' inputs, where the scheme scales activations statically.
         shard_bytes: Largest size of a weight file.
@@ -75,18 +78,18 @@ def quantize_checkpoint(
         WeightsError: Tensors that cannot be read or are not understood.
         MoeCoreError: The operating system refused to read or write.
     """
-    storage = find_storage(scheme, ecosystem)
-    if storage.static_inputs != (inputs is not None):
+    layout = find_layout(scheme, ecosystem)
+    if layout.static_inputs != (inputs is not None):
         raise SpecError(
-            f"scheme {scheme!r} scales activations "
-            + ("statically and needs `inputs`" if storage.static_inputs else "from the data and takes no `inputs`")
+            f"scheme {layout.stored.scheme.label!r} scales activations "
+            + ("statically and needs `inputs`" if layout.static_inputs else "from the data and takes no `inputs`")
         )
     try:
         with open_source(source) as opened:
-            experts = find_experts(opened.tensors)
-            require_sizes(experts, storage, scheme)
+            experts = find_experts(opened.checkpoint)
+            require_sizes(experts, layout)
             with new_folder(out) as folder:
-                writer = _Writer(opened, folder, storage, inputs, shard_bytes, progress)
+                writer = _Writer(opened, folder, layout, inputs, shard_bytes, progress)
                 return writer.write(experts, out)
     except OSError as error:
         raise MoeCoreError(f"{source} could not be written to {out}, nothing was left there: {error}") from error
@@ -94,10 +97,10 @@ def quantize_checkpoint(
 
 def require_quantizable(source: Path, out: Path, scheme: str, ecosystem: str | None = None) -> None:
     """Raise what `quantize_checkpoint` would raise before it reads the first weight."""
-    storage = find_storage(scheme, ecosystem)
+    layout = find_layout(scheme, ecosystem)
     require_new(out)
     with open_source(source) as opened:
-        require_sizes(find_experts(opened.tensors), storage, scheme)
+        require_sizes(find_experts(opened.checkpoint), layout)
 
 
 class _Writer:
@@ -107,13 +110,13 @@ class _Writer:
         self,
         source: Source,
         folder: Path,
-        storage: Storage,
+        layout: Layout,
         inputs: ModelInputs | None,
         shard_bytes: int,
         progress: ProgressFn | None,
     ) -> None:
-        self._source, self._folder, self._storage, self._inputs = source, folder, storage, inputs
-        self._shards = ShardWriter(folder, storage.file_stem, shard_bytes)
+        self._source, self._folder, self._layout, self._inputs = source, folder, layout, inputs
+        self._shards = ShardWriter(folder, layout.file_stem, shard_bytes)
         self._progress = progress
         self._done, self._total = 0, source.num_bytes
         self._quantized: list[str] = []
@@ -124,11 +127,11 @@ class _Writer:
         for expert in experts:
             self._quantize(expert)
         self._shards.close()
-        kept = tuple(name for name in self._source.tensors if not is_expert_tensor(name))
+        kept = tuple(name for name in self._source.checkpoint.names if not is_of_experts(name))
         self._describe(Contents(quantized=tuple(self._quantized), kept=kept, kept_modules=kept_modules))
         return WrittenCheckpoint(
             folder=out,
-            stored=self._storage.stored,
+            stored=self._layout.stored,
             num_experts=len(experts),
             expert_bytes_before=self._done - kept_bytes,
             expert_bytes_after=self._shards.total_bytes - kept_bytes,
@@ -138,28 +141,28 @@ class _Writer:
     def _copy_tensors(self) -> tuple[str, ...]:
         """Copy everything but experts; the names of modules whose weight is a matrix, which readers could quantize."""
         modules = {"lm_head"}
-        for name, tensor in self._source.tensors.items():
-            if not is_expert_tensor(name):
-                copied = tensor.read()
+        for name in self._source.checkpoint.names:
+            if not is_of_experts(name):
+                copied = self._source.checkpoint.read(name)
                 self._shards.add(name, copied)
                 self._advance(copied.nbytes)
-                if name.endswith(".weight") and len(tensor.shape) == 2:
+                if name.endswith(".weight") and copied.dim() == 2:
                     modules.add(name.removesuffix(".weight"))
         return tuple(sorted(modules))
 
     def _quantize(self, expert: ExpertSource) -> None:
-        weights: dict[str, Tensor] = {role: part.read() for role, part in expert.projections.items()}
+        weights: dict[str, Tensor] = {half: part.read() for half, part in expert.projections.items()}
         amax: Mapping[str, float] = self._inputs.of(expert.layer, expert.index, expert.module) if self._inputs else {}
-        stored = self._storage.store(Expert(weights=weights, input_amax=amax))
-        for role, tensors in stored.items():
+        stored = self._layout.store(Expert(weights=weights, input_amax=amax))
+        for half, tensors in stored.items():
             for suffix, tensor in tensors.items():
-                name = f"{expert.projections[role].name}.{suffix}"
+                name = f"{expert.projections[half].name}.{suffix}"
                 self._shards.add(name, tensor)
                 self._quantized.append(name)
         self._advance(sum(weight.nbytes for weight in weights.values()))
 
     def _describe(self, contents: Contents) -> None:
-        description = self._storage.describe(contents)
+        description = self._layout.describe(contents)
         for path in self._source.other_files():
             shutil.copyfile(path, self._folder / path.name)
         config = dict(self._source.config)

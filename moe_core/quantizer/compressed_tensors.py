@@ -3,7 +3,8 @@
 - `w8a8_int8` as `int-quantized`: `weight` int8 `[N, K]`, `weight_scale` fp32 `[N, 1]`.
 - `nvfp4` as `nvfp4-pack-quantized`: `weight_packed` uint8 `[N, K / 2]`, `weight_scale` e4m3 `[N, K / 16]`, and fp32
   `weight_global_scale [1]` and `input_global_scale [1]`, which divide.
-- `mxfp4` as `mxfp4-pack-quantized`: `weight_packed` uint8 `[N, K / 2]`, `weight_scale` exponent bytes `[N, K / 32]`.
+- `mxfp4_w4a16` as `mxfp4-pack-quantized`: `weight_packed` uint8 `[N, K / 2]`, `weight_scale` exponent bytes
+  `[N, K / 32]`.
 """
 
 from __future__ import annotations
@@ -14,32 +15,33 @@ from typing import Any
 import torch
 
 from moe_core.payloads import Tensor
-from moe_core.quant import MXFP4_W4A16, NVFP4, W8A8_INT8, StoredScheme
-from moe_core.quantizer.number_formats import MX_GROUP, NVFP4_GROUP, quantize_int, quantize_mxfp4
+from moe_core.quant import MXFP4_W4A16, NVFP4, W8A8_INT8
+from moe_core.quantizer.layout import Contents, Description, Expert, Layout, each_projection
 from moe_core.quantizer.nvfp4 import nvfp4_divisor, pack_nvfp4
-from moe_core.quantizer.packing import pack_pairs
-from moe_core.quantizer.storage import Contents, Description, Expert, Storage, each_projection
+from moe_core.quantizer.rounding import MX_GROUP, NVFP4_GROUP, quantize_int, quantize_mxfp4
+from moe_core.quantizer.words import stored_for
+from moe_core.weights.codes import pack
 
 
-def _store_int8(role: str, weight: Tensor) -> dict[str, Tensor]:
+def _store_int8(half: str, weight: Tensor) -> dict[str, Tensor]:
     quantized = quantize_int(weight, 8)
     return {"weight": quantized.codes, "weight_scale": quantized.scale}
 
 
-def _store_mxfp4(role: str, weight: Tensor) -> dict[str, Tensor]:
+def _store_mxfp4(half: str, weight: Tensor) -> dict[str, Tensor]:
     quantized = quantize_mxfp4(weight)
-    return {"weight_packed": pack_pairs(quantized.codes, axis=1), "weight_scale": quantized.scale}
+    return {"weight_packed": pack(quantized.codes, axis=1), "weight_scale": quantized.scale}
 
 
 def _store_nvfp4(expert: Expert) -> dict[str, dict[str, Tensor]]:
     return {
-        role: {
+        half: {
             "weight_packed": packed.weight,
             "weight_scale": packed.scale,
             "weight_global_scale": packed.global_scale.reshape(1),
-            "input_global_scale": nvfp4_divisor(torch.tensor([expert.input_amax[role]])),
+            "input_global_scale": nvfp4_divisor(torch.tensor([expert.input_amax[half]])),
         }
-        for role, packed in pack_nvfp4(expert, divides=True).items()
+        for half, packed in pack_nvfp4(expert, divides=True).items()
     }
 
 
@@ -75,23 +77,23 @@ _NVFP4_WEIGHTS = _numbers(4, "float", "tensor_group", **_NVFP4)
 _NVFP4_INPUTS = _numbers(4, "float", "tensor_group", dynamic="local", **_NVFP4)
 _MXFP4_WEIGHTS = _numbers(4, "float", "group", group_size=MX_GROUP, scale_dtype="torch.uint8")
 
-STORAGES = {
-    "w8a8_int8": Storage(
-        stored=StoredScheme(W8A8_INT8, "scaled"),
+LAYOUTS = (
+    Layout(
+        stored=stored_for("compressed_tensors", W8A8_INT8),
         store=each_projection(_store_int8),
         describe=_describes("int-quantized", _INT8_WEIGHTS, _INT8_INPUTS),
     ),
-    "nvfp4": Storage(
-        stored=StoredScheme(NVFP4, "compressed_tensors_nvfp4"),
+    Layout(
+        stored=stored_for("compressed_tensors", NVFP4),
         store=_store_nvfp4,
         describe=_describes("nvfp4-pack-quantized", _NVFP4_WEIGHTS, _NVFP4_INPUTS),
         column_multiple=NVFP4_GROUP,
         static_inputs=True,
     ),
-    "mxfp4": Storage(
-        stored=StoredScheme(MXFP4_W4A16, "compressed_tensors_mxfp4"),
+    Layout(
+        stored=stored_for("compressed_tensors", MXFP4_W4A16),
         store=each_projection(_store_mxfp4),
         describe=_describes("mxfp4-pack-quantized", _MXFP4_WEIGHTS, None),
         column_multiple=MX_GROUP,
     ),
-}
+)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import attrs
 
 from moe_core.errors import SpecError, WeightsError
-from moe_core.payloads import Tensor
-from moe_core.quantizer.source import FLOATS, SourceTensor
-from moe_core.quantizer.storage import ROLES, Storage
-
-_INSIDE = re.compile(r"^(?P<module>.*\.experts)\.(?P<rest>.+)$")
-_SINGLE = re.compile(r"^(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
-_LAYER = re.compile(r"\blayers?\.(\d+)\.")
-#: Names of one expert's projections.
-_ROLE = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-#: Names that experts of a fused tensor get.
-_NAME = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+from moe_core.expert_names import HALVES, PROJECTIONS, expert_name, is_of_experts, layer_index
+from moe_core.payloads import TORCH_DTYPES, Tensor
+from moe_core.quantizer.layout import Layout
+from moe_core.weights.checkpoint import TensorSource
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -27,14 +20,16 @@ class Projection:
 
     Attributes:
         name: What its tensors are called, without suffix: `model.layers.0.mlp.experts.3.gate_proj`.
-        source: The tensor that holds it.
-        index: Where in it; empty for the whole tensor.
+        source: What it is read from.
+        tensor: Name of the tensor that holds it.
+        index: Where in that: a slice for each axis.
         shape: Output x input.
     """
 
     name: str
-    source: SourceTensor
-    index: tuple[int | slice, ...]
+    source: TensorSource
+    tensor: str
+    index: tuple[slice, ...]
     shape: tuple[int, int]
 
     def read(self) -> Tensor:
@@ -43,7 +38,7 @@ class Projection:
         Raises:
             WeightsError: It holds infinities or NaN.
         """
-        weight = self.source.read(*self.index)
+        weight = self.source.read(self.tensor, self.index).reshape(self.shape)
         if not weight.isfinite().all():
             raise WeightsError(f"{self.name}: the weight holds infinities or NaN; it cannot be quantized")
         return weight
@@ -56,7 +51,7 @@ class ExpertSource:
     Attributes:
         module: Name of the experts module it is in.
         index: Its place there.
-        projections: Role -> projection, for every role it has.
+        projections: Half -> projection, for every half it has.
     """
 
     module: str
@@ -66,16 +61,10 @@ class ExpertSource:
     @property
     def layer(self) -> int | None:
         """Index of the decoder layer, as far as the name tells."""
-        found = _LAYER.search(self.module)
-        return int(found[1]) if found else None
+        return layer_index(self.module)
 
 
-def is_expert_tensor(name: str) -> bool:
-    """Whether a tensor belongs to an experts module."""
-    return _INSIDE.match(name) is not None
-
-
-def find_experts(tensors: Mapping[str, SourceTensor]) -> list[ExpertSource]:
+def find_experts(source: TensorSource) -> list[ExpertSource]:
     """All experts of a checkpoint, in the order of its tensors.
 
     Raises:
@@ -84,26 +73,22 @@ def find_experts(tensors: Mapping[str, SourceTensor]) -> list[ExpertSource]:
     """
     found: dict[tuple[str, int], dict[str, Projection]] = {}
     problems: list[str] = []
-    for name, tensor in tensors.items():
-        inside = _INSIDE.match(name)
-        if inside is None:
-            continue
-        projections = list(_projections(inside["module"], inside["rest"], tensor))
-        problem = None if projections else f"{name} {list(tensor.shape)}: not understood as weights of experts"
-        if projections and not tensor.is_float:
-            problem = f"{name}: holds {tensor.dtype}, expected one of {', '.join(FLOATS)}"
-        if problem:
-            problems.append(problem)
-        for expert, role, projection in projections:
-            found.setdefault((inside["module"], expert), {})[role] = projection
+    for name in filter(is_of_experts, source.names):
+        projections = list(_projections(source, name))
+        if not projections:
+            problems.append(f"{name} {list(source.shape(name))}: not understood as weights of experts")
+        elif (dtype := source.dtype(name)) not in TORCH_DTYPES.values():
+            problems.append(f"{name}: holds {dtype}, expected one of {', '.join(TORCH_DTYPES)}")
+        for module, expert, half, projection in projections:
+            found.setdefault((module, expert), {})[half] = projection
     if not found and not problems:
         raise SpecError(
-            "no experts in this checkpoint: no tensor lies in a module called 'experts'; is it a Mixture-of-Experts "
-            "model?"
+            "no experts in this checkpoint: no tensor is called like one of a module with experts; is it a "
+            "Mixture-of-Experts model?"
         )
     experts = [
-        ExpertSource(module=module, index=index, projections={role: roles[role] for role in ROLES if role in roles})
-        for (module, index), roles in found.items()
+        ExpertSource(module=module, index=index, projections={half: halves[half] for half in HALVES if half in halves})
+        for (module, index), halves in found.items()
     ]
     problems += [problem for expert in experts if (problem := _shape_problem(expert)) is not None]
     problems += _gaps(experts)
@@ -113,44 +98,36 @@ def find_experts(tensors: Mapping[str, SourceTensor]) -> list[ExpertSource]:
     return experts
 
 
-def require_sizes(experts: list[ExpertSource], storage: Storage, scheme: str) -> None:
+def require_sizes(experts: list[ExpertSource], layout: Layout) -> None:
     """Raise `SpecError` if the layout cannot store the experts' sizes; lists every size once."""
     problems = {
         problem
         for expert in experts
-        for role, projection in expert.projections.items()
-        for problem in _size_problems(role, projection.shape, storage)
+        for half, projection in expert.projections.items()
+        for problem in _size_problems(half, projection.shape, layout)
     }
     if problems:
-        raise SpecError(f"scheme {scheme!r} cannot store these experts:\n  " + "\n  ".join(sorted(problems)))
+        raise SpecError(
+            f"scheme {layout.stored.scheme.label!r} cannot store these experts:\n  " + "\n  ".join(sorted(problems))
+        )
 
 
-def _projections(module: str, rest: str, tensor: SourceTensor) -> Iterator[tuple[int, str, Projection]]:
-    """Expert, role and projection of everything that one tensor holds; nothing if it is not understood."""
-    single = _SINGLE.match(rest)
-    if single and single["projection"] in _ROLE and len(tensor.shape) == 2:
-        rows, columns = tensor.shape
-        name = f"{module}.{rest.removesuffix('.weight')}"
-        projection = Projection(name=name, source=tensor, index=(), shape=(rows, columns))
-        yield int(single["expert"]), _ROLE[single["projection"]], projection
-    if rest not in ("gate_up_proj", "up_proj", "down_proj") or len(tensor.shape) != 3:
+def _projections(source: TensorSource, tensor: str) -> Iterator[tuple[str, int, str, Projection]]:
+    """Module, expert, half and projection of everything that one tensor holds; nothing if it is not understood."""
+    name, shape = expert_name(tensor), source.shape(tensor)
+    if name is None or name.rest not in ("weight", ""):
         return
-    experts, rows, columns = tensor.shape
-    parts = {_ROLE[rest]: slice(0, rows)} if rest in _ROLE else {}
-    if rest == "gate_up_proj" and rows % 2 == 0:
-        parts = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows)}
-    for expert in range(experts):
-        for role, part in parts.items():
-            yield (
-                expert,
-                role,
-                Projection(
-                    name=f"{module}.{expert}.{_NAME[role]}",
-                    source=tensor,
-                    index=(expert, part),
-                    shape=(part.stop - part.start, columns),
-                ),
-            )
+    part = partial(Projection, source=source, tensor=tensor)
+    if name.expert is not None and tensor.endswith(".weight") and len(name.halves) == 1 and len(shape) == 2:
+        whole = part(name=tensor.removesuffix(".weight"), index=(slice(None), slice(None)), shape=shape)
+        yield name.module, name.expert, name.halves[0], whole
+    if name.expert is None and len(shape) == 3 and shape[1] % len(name.halves) == 0:
+        rows = shape[1] // len(name.halves)
+        for expert in range(shape[0]):
+            for place, half in enumerate(name.halves):
+                called = f"{name.module}.{expert}.{PROJECTIONS[half][0]}"
+                index = (slice(expert, expert + 1), slice(place * rows, (place + 1) * rows), slice(None))
+                yield name.module, expert, half, part(name=called, index=index, shape=(rows, shape[2]))
 
 
 def _gaps(experts: Iterable[ExpertSource]) -> Iterator[str]:
@@ -166,22 +143,22 @@ def _gaps(experts: Iterable[ExpertSource]) -> Iterator[str]:
 
 def _shape_problem(expert: ExpertSource) -> str | None:
     name = f"{expert.module}.{expert.index}"
-    roles = tuple(expert.projections)
-    if roles not in (ROLES, ROLES[1:]):
-        return f"{name}: has {', '.join(roles)}; expected gate, up and down, or up and down"
-    shapes = {role: projection.shape for role, projection in expert.projections.items()}
+    halves = tuple(expert.projections)
+    if halves not in (HALVES, HALVES[1:]):
+        return f"{name}: has {', '.join(halves)}; expected gate, up and down, or up and down"
+    shapes = {half: projection.shape for half, projection in expert.projections.items()}
     inner, hidden = shapes["up"]
     if shapes["down"] != (hidden, inner) or shapes.get("gate", (inner, hidden)) != (inner, hidden):
-        listed = ", ".join(f"{role} {list(shape)}" for role, shape in shapes.items())
+        listed = ", ".join(f"{half} {list(shape)}" for half, shape in shapes.items())
         # Input x output never fits output x input in both tensors of a gated expert.
         return f"{name}: {listed}; expected gate and up [I, H] and down [H, I], output x input"
     return None
 
 
-def _size_problems(role: str, shape: tuple[int, int], storage: Storage) -> Iterator[str]:
+def _size_problems(half: str, shape: tuple[int, int], layout: Layout) -> Iterator[str]:
     rows, columns = shape
-    if rows % storage.row_multiple:
-        yield f"{role}: {rows} outputs, expected a multiple of {storage.row_multiple}"
-    multiple = storage.column_multiple if role != "down" else max(storage.column_multiple, storage.down_column_multiple)
+    if rows % layout.row_multiple:
+        yield f"{half}: {rows} outputs, expected a multiple of {layout.row_multiple}"
+    multiple = layout.column_multiple if half != "down" else max(layout.column_multiple, layout.down_column_multiple)
     if columns % multiple:
-        yield f"{role}: {columns} inputs, expected a multiple of {multiple}"
+        yield f"{half}: {columns} inputs, expected a multiple of {multiple}"

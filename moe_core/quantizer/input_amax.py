@@ -41,7 +41,7 @@ class ModelInputs:
             raise SpecError(f"ModelInputs.default: expected a finite number > 0, got {value!r}")
 
     def of(self, layer: int | None, expert: int, module: str) -> dict[str, float]:
-        """Role -> largest magnitude; `module` is the name of the experts module, for messages.
+        """Half -> largest magnitude; `module` is the name of the experts module, for messages.
 
         Raises:
             SpecError: Nothing was measured there and there is no default.

@@ -12,21 +12,22 @@ import importlib.metadata
 import torch
 
 from moe_core.payloads import Tensor
-from moe_core.quant import NVFP4, StoredScheme
-from moe_core.quantizer.number_formats import NVFP4_GROUP, nvfp4_global_scale
+from moe_core.quant import NVFP4
+from moe_core.quantizer.layout import Contents, Description, Expert, Layout
 from moe_core.quantizer.nvfp4 import pack_nvfp4
-from moe_core.quantizer.storage import Contents, Description, Expert, Storage
+from moe_core.quantizer.rounding import NVFP4_GROUP, nvfp4_global_scale
+from moe_core.quantizer.words import stored_for
 
 
 def _store(expert: Expert) -> dict[str, dict[str, Tensor]]:
     return {
-        role: {
+        half: {
             "weight": packed.weight,
             "weight_scale": packed.scale,
             "weight_scale_2": packed.global_scale,
-            "input_scale": nvfp4_global_scale(torch.tensor(expert.input_amax[role], dtype=torch.float64)),
+            "input_scale": nvfp4_global_scale(torch.tensor(expert.input_amax[half], dtype=torch.float64)),
         }
-        for role, packed in pack_nvfp4(expert, divides=False).items()
+        for half, packed in pack_nvfp4(expert, divides=False).items()
     }
 
 
@@ -52,12 +53,12 @@ def _describe(contents: Contents) -> Description:
     )
 
 
-STORAGES = {
-    "nvfp4": Storage(
-        stored=StoredScheme(NVFP4, "modelopt_nvfp4"),
+LAYOUTS = (
+    Layout(
+        stored=stored_for("modelopt", NVFP4),
         store=_store,
         describe=_describe,
         column_multiple=NVFP4_GROUP,
         static_inputs=True,
-    )
-}
+    ),
+)

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from moe_core.errors import SpecError
 from moe_core.payloads import Tensor
-from moe_core.quantizer.number_formats import NVFP4_MAX, Quantized, nvfp4_global_scale, quantize_nvfp4
-from moe_core.quantizer.packing import pack_pairs
-from moe_core.quantizer.storage import Expert
+from moe_core.quantizer.layout import Expert
+from moe_core.quantizer.rounding import NVFP4_MAX, Quantized, nvfp4_global_scale, quantize_nvfp4
+from moe_core.weights.codes import pack
 
 
 class PackedNvfp4(NamedTuple):
@@ -21,16 +22,28 @@ class PackedNvfp4(NamedTuple):
 
 
 def pack_nvfp4(expert: Expert, *, divides: bool) -> dict[str, PackedNvfp4]:
-    """Role -> the packed projection, whose global scale multiplies, or divides."""
-    amax = {role: weight.abs().amax() for role, weight in expert.weights.items()}
+    """Half -> the packed projection, whose global scale multiplies, or divides."""
+    amax = {half: weight.abs().amax() for half, weight in expert.weights.items()}
     if "gate" in amax:
         amax["gate"] = amax["up"] = torch.maximum(amax["gate"], amax["up"])
     packed = {}
-    for role, weight in expert.weights.items():
-        scale = nvfp4_divisor(amax[role]) if divides else nvfp4_global_scale(amax[role])
+    for half, weight in expert.weights.items():
+        scale = nvfp4_divisor(amax[half]) if divides else nvfp4_global_scale(amax[half])
         quantized: Quantized = quantize_nvfp4(weight, scale, divides=divides)
-        packed[role] = PackedNvfp4(pack_pairs(quantized.codes, axis=1), quantized.scale, scale)
+        packed[half] = PackedNvfp4(pack(quantized.codes, axis=1), quantized.scale, scale)
     return packed
+
+
+def largest_input(scale: float) -> float:
+    """The largest magnitude of inputs whose activation scale is `scale`.
+
+    Raises:
+        SpecError: `scale` is not positive, or too small or too large for a normal fp32 number.
+    """
+    numbers = torch.finfo(torch.float32)
+    if not numbers.tiny <= scale <= numbers.max:
+        raise SpecError(f"expected a scale from {numbers.tiny:.1e} to {numbers.max:.1e}, got {scale!r}")
+    return scale * NVFP4_MAX
 
 
 def nvfp4_divisor(amax: Tensor) -> Tensor:

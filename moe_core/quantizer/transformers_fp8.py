@@ -7,14 +7,15 @@ it multiplies. Tiles at an edge may be smaller; loaders that cut tiles over rank
 from __future__ import annotations
 
 from moe_core.payloads import Tensor
-from moe_core.quant import FP8_BLOCK128, StoredScheme
-from moe_core.quantizer.number_formats import quantize_fp8_tiles
-from moe_core.quantizer.storage import Contents, Description, Storage, each_projection
+from moe_core.quant import FP8_BLOCK128
+from moe_core.quantizer.layout import Contents, Description, Layout, each_projection
+from moe_core.quantizer.rounding import quantize_fp8_tiles
+from moe_core.quantizer.words import stored_for
 
 _TILE = (128, 128)
 
 
-def _store(role: str, weight: Tensor) -> dict[str, Tensor]:
+def _store(half: str, weight: Tensor) -> dict[str, Tensor]:
     quantized = quantize_fp8_tiles(weight, *_TILE)
     return {"weight": quantized.codes, "weight_scale_inv": quantized.scale}
 
@@ -31,6 +32,4 @@ def _describe(contents: Contents) -> Description:
     )
 
 
-STORAGES = {
-    "fp8_block": Storage(stored=StoredScheme(FP8_BLOCK128, "scaled"), store=each_projection(_store), describe=_describe)
-}
+LAYOUTS = (Layout(stored=stored_for("transformers", FP8_BLOCK128), store=each_projection(_store), describe=_describe),)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from moe_core.payloads import Tensor
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import PER_TENSOR, WHOLE, QuantScheme
 from moe_core.testing.formats import (
     E2M1_MAX,
     E4M3_MAX,
@@ -39,7 +39,7 @@ def activation_rounder(scheme: QuantScheme, input_scale: float | None) -> Rounde
     """
     if scheme.activation_dtype == "same":
         return lambda rows: rows
-    if scheme.activation_group == 0 and scheme.activation_scaling == "dynamic":
+    if scheme.scales_by_batch:
         raise NotRun(f"{scheme}: one activation scale per call depends on how a backend splits the batch")
     return lambda rows: _round(rows, scheme, input_scale)
 
@@ -47,7 +47,7 @@ def activation_rounder(scheme: QuantScheme, input_scale: float | None) -> Rounde
 def _round(rows: Tensor, scheme: QuantScheme, input_scale: float | None) -> Tensor:
     width = rows.shape[1]
     size = scheme.activation_group
-    group = width if size in (WHOLE, 0) else int(size)
+    group = width if size in (WHOLE, PER_TENSOR) else int(size)
     # The last group of a row may be shorter.
     padded = functional.pad(rows, (0, -width % group))
     groups = padded.view(len(rows), padded.shape[1] // group, group)
@@ -60,7 +60,7 @@ def _scale(groups: Tensor, scheme: QuantScheme, input_scale: float | None) -> Te
     """One scale per group, `[n, groups, 1]`; a static scale alone, or as the unit of block scales."""
     largest = groups.abs().amax(-1, keepdim=True)
     unit = torch.tensor(1.0 if input_scale is None else input_scale, dtype=torch.float32).double()
-    if scheme.activation_scaling == "static" and scheme.activation_group == 0:
+    if scheme.activation_scaling == "static" and scheme.activation_group == PER_TENSOR:
         return unit.expand_as(largest)
     scale = (largest / LARGEST[scheme.activation_dtype]).float().double()
     if scheme.activation_scale == "e4m3":

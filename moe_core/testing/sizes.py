@@ -56,7 +56,7 @@ def sizes_near(
     experts = _allowed("num_experts", 5, kept)
     if not all(limit.allows(-(-experts // ep_size)) for limit in kept if limit.field == "num_local_experts"):
         experts = _allowed("num_local_experts", -(-experts // ep_size), kept) * ep_size
-    even = 2 if any(scheme.weight_dtype in ("int4", "fp4") for scheme in (quant.w13, quant.w2)) else 1
+    even = 2 if any(scheme.weight_bits == 4 for scheme in (quant.w13, quant.w2)) else 1
     sizes = Sizes(
         num_experts=experts,
         top_k=min(_allowed("top_k", 2, kept), experts),
@@ -74,7 +74,7 @@ def odd_sizes(quant: LayerQuant, limits: Iterable[Limit]) -> list[Sizes]:
     """Sizes just past what is round, in the smallest steps that the limits allow, and the largest declared top-k."""
     kept = tuple(limits)
     base = base_sizes(quant, kept)
-    even = 2 if any(scheme.weight_dtype in ("int4", "fp4") for scheme in (quant.w13, quant.w2)) else 1
+    even = 2 if any(scheme.weight_bits == 4 for scheme in (quant.w13, quant.w2)) else 1
     hidden_step, inner_step = _step("hidden_size", kept, even), _step("intermediate_size", kept, even)
     wanted = [
         (_from(17, hidden_step), _from(17, inner_step)),

@@ -14,7 +14,7 @@ import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.payloads import ActivationFn, PostNormFn, RawWeights, Tensor
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
 from moe_core.testing.formats import decode
 from moe_core.testing.outcome import NotRun
@@ -115,7 +115,7 @@ def _draw_projection(
 ) -> dict[str, Tensor]:
     """The tensors of one projection; `halves` is 2 for gate and up."""
     shape = expected[name].shape
-    columns = shape[2] * (2 if scheme.weight_dtype in ("int4", "fp4") else 1)
+    columns = shape[2] * (2 if scheme.weight_bits == 4 else 1)
     # So that each product of the layer keeps the size of its input.
     unit = 1.0 / math.sqrt(columns)
     gate = _gate_factor(shape[1], halves, activation)
@@ -206,15 +206,14 @@ def _by_half(factors: Tensor, num_rows: int, activation: ActivationSpec) -> Tens
 
 def _spread(scale: Tensor, codes: Tensor, scheme: QuantScheme, activation: ActivationSpec) -> Tensor:
     """One factor per scale -> one per code."""
-    block = scheme.weight_block
-    if not isinstance(block, tuple):
+    if not isinstance(scheme.weight_block, tuple):
         raise NotRun(f"{scheme}: no block, so its scales have no meaning")
-    if block == (WHOLE, WHOLE):
+    if scheme.is_per_tensor:
         return _by_half(scale, codes.shape[1], activation)
-    if block == (1, WHOLE):
+    if scheme.scales_whole_rows:
         return scale[..., None]
-    rows = torch.arange(codes.shape[1]) // (codes.shape[1] if block[0] == WHOLE else block[0])
-    columns = torch.arange(codes.shape[2]) // (codes.shape[2] if block[1] == WHOLE else block[1])
+    across, along = scheme.block_of(codes.shape[1], codes.shape[2])
+    rows, columns = torch.arange(codes.shape[1]) // across, torch.arange(codes.shape[2]) // along
     return scale[:, rows][:, :, columns]
 
 

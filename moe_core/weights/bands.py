@@ -45,7 +45,6 @@ class Band:
         rows: Positions in the stored rows.
         scaled: The same rows as the stored scales count them.
         target: First row in the canonical matrix, and distance to the next one.
-        halves: Whose per-tensor scales are with it.
     """
 
     rows: Span
@@ -88,11 +87,11 @@ def part_shape(part: Part, request: LayerRequest, tp_rank: int, layout: StoredLa
     local = share(inner, request.local_intermediate_size, tp_rank)
     is_w13 = part.projection == "w13"
     rows, columns = (inner * len(part.halves), hidden) if is_w13 else (hidden, inner)
-    block = _sizes(part.storage.scheme.weight_block, rows, columns)
+    block = part.storage.scheme.block_of(rows, columns)
     taken = Span(0, hidden, hidden) if is_w13 else local
     local_scheme = request.local_quant.w13 if is_w13 else request.local_quant.w2
     local_rows = request.activation.rows_per_channel * local.size if is_w13 else hidden
-    tile = _sizes(local_scheme.weight_block, local_rows, taken.size)
+    tile = local_scheme.block_of(local_rows, taken.size)
     scale_rows = -(-rows // block[0])
     if not is_w13:
         bands: tuple[Band, ...] = (Band(rows=Span(0, hidden, hidden), scaled=Span(0, hidden, hidden)),)
@@ -110,12 +109,6 @@ def part_shape(part: Part, request: LayerRequest, tp_rank: int, layout: StoredLa
         block=block,
         tile=tile,
     )
-
-
-def _sizes(block: object, rows: int, columns: int) -> tuple[int, int]:
-    """The block in numbers; for unquantized weights one that covers everything."""
-    across, along = block if isinstance(block, tuple) else (WHOLE, WHOLE)
-    return (rows if across == WHOLE else across, columns if along == WHOLE else along)
 
 
 def _is_apart(part: Part, inner: int, block: int, layout: StoredLayout) -> bool:
@@ -161,13 +154,14 @@ def _bands(
             )
             for (offset, step), target in zip(places, targets, strict=True)
         )
-    if wanted == "interleaved" and tile > 1 and part.storage.scheme.is_quantized and not _one_scale(part):
+    if (
+        wanted == "interleaved"
+        and tile > 1
+        and part.storage.scheme.is_quantized
+        and not part.storage.scheme.is_per_tensor
+    ):
         raise WeightsError(
             f"{part.base}: the layer keeps gate and up rows alternating, so that tiles of {tile} rows would need the "
             "scales of both halves; use a layer with row_order 'gate_up'"
         )
     return bands
-
-
-def _one_scale(part: Part) -> bool:
-    return part.storage.scheme.weight_block == (WHOLE, WHOLE)

@@ -1,4 +1,7 @@
-"""Bring stored experts into the canonical order, without copying where a view can say it."""
+"""Experts in memory, in another order or orientation -> canonical ones, without copying where a view can say it.
+
+For users who have the tensors already; checkpoints are read by `loading`, which does the same while it reads.
+"""
 
 from __future__ import annotations
 

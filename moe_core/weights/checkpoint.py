@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -77,7 +78,9 @@ class Checkpoint:
         self.path = Path(path)
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
-        self._folder, self._file_of = self._find()
+        self._folder = self.path.parent if self.path.is_file() else self.path
+        self._index = None if self.path.is_file() else _find_index(self.path)
+        self._file_of = _read_index(self._index) if self._index else self._names_of_one_file()
         self._sorted = sorted(self._file_of)
         self._names_in: dict[str, set[str]] = {}
         for name, file in self._file_of.items():
@@ -87,6 +90,11 @@ class Checkpoint:
     def names(self) -> Collection[str]:
         """Names of all tensors."""
         return self._file_of.keys()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold them."""
+        return tuple(self._folder / file for file in sorted(self._names_in))
 
     def under(self, module: str) -> frozenset[str]:
         """Names of the tensors below one module."""
@@ -108,6 +116,10 @@ class Checkpoint:
         if word not in _DTYPES:
             raise WeightsError(f"{self.path}: {name} has dtype {word}; known are {', '.join(_DTYPES)}")
         return _DTYPES[word]
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of one tensor; errors as of `dtype`."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """A part of one tensor; without `slices` all of it.
@@ -150,25 +162,14 @@ class Checkpoint:
             shard = _open_file(self._folder / file)
             named, held = self._names_in[file], set(shard.keys())
             if named != held:
-                _refuse_index(self._folder, file, absent=named - held, unnamed=held - named)
+                where = self._index or self._folder / file
+                _refuse_index(where, file, absent=named - held, unnamed=held - named)
             self._open[file] = shard
         return self._open[file]
 
-    def _find(self) -> tuple[Path, dict[str, str]]:
-        if self.path.is_file():
-            return self.path.parent, dict.fromkeys(_open_file(self.path).keys(), self.path.name)
-        index = self.path / INDEX_FILE
-        # Tools that name their files otherwise name the index after them.
-        others = [] if index.is_file() else sorted(self.path.glob("*.safetensors.index.json"))
-        if index.is_file() or len(others) == 1:
-            return self.path, _read_index(others[0] if others else index)
-        files = sorted(file.name for file in self.path.glob("*.safetensors"))
-        if SINGLE_FILE in files:
-            files = [SINGLE_FILE]
-        if len(files) != 1:
-            found = f"{len(files)} safetensors files and no index" if files else "no safetensors file"
-            raise WeightsError(f"{self.path}: {found}; expected {SINGLE_FILE}, or shards with {INDEX_FILE}")
-        return self.path, dict.fromkeys(_open_file(self.path / files[0]).keys(), files[0])
+    def _names_of_one_file(self) -> dict[str, str]:
+        file = self.path if self.path.is_file() else _only_file(self.path)
+        return dict.fromkeys(_open_file(file).keys(), file.name)
 
 
 class InMemory:
@@ -207,6 +208,28 @@ def _open_file(path: Path) -> Any:
         raise WeightsError(f"{path}: not a whole safetensors file ({error}); fetch it again") from error
 
 
+def _find_index(folder: Path) -> Path | None:
+    """The index of the shards in `folder`; tools that name their files otherwise name it after them."""
+    if (folder / INDEX_FILE).is_file():
+        return folder / INDEX_FILE
+    others = sorted(folder.glob("*.safetensors.index.json"))
+    if len(others) > 1 and not (folder / SINGLE_FILE).is_file():
+        listed = ", ".join(index.name for index in others)
+        raise WeightsError(f"{folder}: several indexes ({listed}); expected one, or {INDEX_FILE}")
+    return others[0] if len(others) == 1 else None
+
+
+def _only_file(folder: Path) -> Path:
+    """The one file of weights in a folder without an index."""
+    files = sorted(folder.glob("*.safetensors"))
+    if folder / SINGLE_FILE in files:
+        return folder / SINGLE_FILE
+    if len(files) != 1:
+        found = f"{len(files)} safetensors files and no index" if files else "no safetensors file"
+        raise WeightsError(f"{folder}: {found}; expected {SINGLE_FILE}, or shards with {INDEX_FILE}")
+    return files[0]
+
+
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name, as the index says."""
     try:
@@ -233,8 +256,8 @@ def _series(file: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def _refuse_index(folder: Path, file: str, absent: set[str], unnamed: set[str]) -> None:
-    lines = [f"{folder / INDEX_FILE} and {file} disagree; nothing was loaded:"]
+def _refuse_index(index: Path, file: str, absent: set[str], unnamed: set[str]) -> None:
+    lines = [f"{index} and {file} disagree; nothing was loaded:"]
     lines += [f"{name}: in the index, not in the file" for name in sorted(absent)]
     lines += [f"{name}: in the file, not in the index" for name in sorted(unnamed)]
     raise WeightsError("\n  ".join(lines))

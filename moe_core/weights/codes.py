@@ -36,9 +36,19 @@ def unpack(stored: Tensor, axis: int, bits: int, places: tuple[int, ...] = ()) -
     return octets.movedim(-1, axis)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """uint8 `[..., C]` of 4-bit codes -> uint8 `[..., C / 2]`, the first in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+def pack(codes: Tensor, axis: int = -1) -> Tensor:
+    """4-bit codes, one to a byte -> two to a byte, the first of neighbours along `axis` in the low nibble.
+
+    Args:
+        codes: int8 or uint8; the lower four bits of each count. The length along `axis` is even.
+        axis: Axis along which neighbours are packed.
+
+    Returns:
+        As `codes`, `axis` half as long, contiguous.
+    """
+    along = codes.movedim(axis, -1)
+    packed = (along[..., 1::2] << 4).bitwise_or_(along[..., 0::2] & 15)
+    return packed.movedim(-1, axis).contiguous()
 
 
 def sign_bit(bits: int) -> int:

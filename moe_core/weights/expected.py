@@ -7,17 +7,9 @@ import torch
 
 from moe_core.errors import WeightsError
 from moe_core.payloads import TORCH_DTYPES, RawWeights
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
-
-#: Stored element types of quantized weights; 4-bit ones are packed two to a byte along the last axis.
-_STORED = {"fp8": (torch.float8_e4m3fn,), "int8": (torch.int8,), "int4": (torch.uint8,), "fp4": (torch.uint8,)}
-_SCALES = {
-    "fp32": (torch.float32,),
-    "bf16": (torch.bfloat16,),
-    "e4m3": (torch.float8_e4m3fn,),
-    "e8m0": (torch.uint8, torch.float8_e8m0fnu),
-}
+from moe_core.weights.element_types import SCALES, WEIGHTS
 
 
 @attrs.frozen
@@ -55,16 +47,14 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
 def _projection(
     name: str, scheme: QuantScheme, experts: int, rows: int, columns: int, halves: int
 ) -> dict[str, Expected]:
-    if not scheme.is_quantized:
-        return {name: Expected((experts, rows, columns), (TORCH_DTYPES[scheme.weight_dtype],))}
-    if scheme.weight_dtype in ("int4", "fp4") and columns % 2:
+    packs = scheme.weight_bits == 4
+    if packs and columns % 2:
         raise WeightsError(f"{name}: {scheme} packs two values to a byte, so {columns} input channels cannot be stored")
-    stored = columns // 2 if scheme.weight_dtype in ("int4", "fp4") else columns
-    found = {name: Expected((experts, rows, stored), _STORED[scheme.weight_dtype])}
-    block = scheme.weight_block
-    if isinstance(block, tuple):
-        shape = _scale_shape(experts, rows, columns, halves, block)
-        found[f"{name}_scale"] = Expected(shape, _SCALES[scheme.weight_scale])
+    shape: tuple[int, ...] = (experts, rows, columns // 2 if packs else columns)
+    found = {name: Expected(shape, (WEIGHTS[scheme.weight_dtype],))}
+    if scheme.weight_block is not None:
+        shape = _scale_shape(scheme, experts, rows, columns, halves)
+        found[f"{name}_scale"] = Expected(shape, SCALES[scheme.weight_scale])
         if scheme.zero_point:
             found[f"{name}_zero_point"] = Expected(shape, (torch.int8,))
     if scheme.global_scale:
@@ -75,14 +65,12 @@ def _projection(
     return found
 
 
-def _scale_shape(experts: int, rows: int, columns: int, halves: int, block: tuple[int, int]) -> tuple[int, ...]:
+def _scale_shape(scheme: QuantScheme, experts: int, rows: int, columns: int, halves: int) -> tuple[int, ...]:
     """One axis per cut of the block; per tensor, gate and up still have a scale each."""
-    if block == (WHOLE, WHOLE):
-        return (experts, halves)
-    if block == (1, WHOLE):
-        return (experts, rows)
-    across, along = (-(-size // (size if b == WHOLE else b)) for size, b in zip((rows, columns), block, strict=True))
-    return (experts, across, along)
+    if scheme.scales_whole_rows:
+        return (experts, halves if scheme.is_per_tensor else rows)
+    across, along = scheme.block_of(rows, columns)
+    return (experts, -(-rows // across), -(-columns // along))
 
 
 def _is_data(value: object) -> bool:

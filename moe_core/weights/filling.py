@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 
@@ -10,11 +10,10 @@ from moe_core.errors import WeightsError
 from moe_core.payloads import Tensor
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
-from moe_core.weights import pieces
+from moe_core.weights import content, pieces
 from moe_core.weights.bands import StoredLayout
 from moe_core.weights.expected import expected_tensors
-from moe_core.weights.reads import Read, is_per_tensor
-from moe_core.weights.storages import bits_of
+from moe_core.weights.reads import Read
 
 #: What a scale of padding is: one, so that nothing divides by zero.
 _EXPONENT_OF_ONE = 127
@@ -83,25 +82,9 @@ class Filler:
             self.tensors[name] = tensor
 
     def put(self, values: Tensor, read: Read) -> None:
-        """Write one piece, for every local row of its expert."""
-        role, projection = read.tensor.role, read.part.projection
+        """Write one piece, for every local row of its expert, or check what is not written."""
         try:
-            if role in ("global_scale", "input_scale") or is_per_tensor(read):
-                self._put_scalars(values, read)
-            elif role == "group_index":
-                self._check_groups(values, read)
-            elif role == "bias":
-                name = f"b{projection[1:]}"
-                self._write(name, read, _rows(pieces.matrix(values, read), read), 1)
-            elif role == "weight":
-                piece = pieces.weight(pieces.matrix(values, read), read, self._fill(read))
-                self._write(projection, read, piece, 1)
-            elif role == "scale":
-                dtype = self._scheme(read).weight_scale
-                piece = pieces.scale(pieces.matrix(values, read), read, dtype)
-                self._write(f"{projection}_scale", read, piece, read.shape.tile[0])
-            else:
-                self._put_zeros(values, read)
+            _PUT[read.tensor.role](self, values, read)
         except WeightsError as error:
             self.problems.append(str(error))
 
@@ -117,51 +100,59 @@ class Filler:
             rows = target[start : start + step * piece.shape[0] : step]
             rows[: piece.shape[0], : piece.shape[1]].copy_(piece)
 
-    def _put_zeros(self, values: Tensor, read: Read) -> None:
-        """Zero points; offsets, and zero points of schemes without, must say zero."""
-        role, projection = read.tensor.role, read.part.projection
-        if role == "zero_point":
-            piece = pieces.zero_point(pieces.matrix(values, read), read)
-            if self._scheme(read).zero_point is True:
-                self._write(f"{projection}_zero_point", read, piece, read.shape.tile[0])
-            elif bool((piece != 0).any()):
-                other = "; a storage of the other GPTQ format?" if bool((piece.abs() == 1).all()) else ""
-                raise WeightsError(f"{read.name}: the scheme has no zero points, these are not all zero{other}")
-        elif bool((values != 0).any()):
-            raise WeightsError(f"{read.name}: offsets that are not zero are not read by any scheme")
-
-    def _check_groups(self, values: Tensor, read: Read) -> None:
-        group = read.shape.block[1]
-        wanted = torch.arange(read.shape.columns) // group
-        if not torch.equal(values.flatten().long(), wanted):
-            raise WeightsError(
-                f"{read.name}: the groups follow the order of activations (act-order, desc_act): input channels of one "
-                "group are not neighbours; such weights are not read. Quantize without act-order"
-            )
-
-    def _put_scalars(self, values: Tensor, read: Read) -> None:
-        name, role, part = f"{read.part.projection}_{read.tensor.role}", read.tensor.role, read.part
-        found = pieces.scalars(values, read)
-        if values.numel() == 2 and self._layout.rows == "up_gate":
-            found = found.flip(0)
-        # The scale of a matrix of zeros may be zero; calibrated scales would make their experts zeros or NaN.
-        fine = found.isfinite() & ((found > 0) if role != "scale" else (found >= 0))
-        if not bool(fine.all()):
-            stored = ", ".join(f"{value:g}" for value in values.double().flatten().tolist())
-            raise WeightsError(f"{read.name}: expert {read.expert} has {stored}; expected finite numbers above zero")
+    def _write_halves(self, name: str, read: Read, found: Tensor) -> None:
+        """One value for each half of the part."""
+        start = read.part.halves[0]
         for local in self._local[read.expert]:
             target = self.tensors[name][local]
-            if role == "input_scale":
-                # Both halves read the same tokens; the larger scale saturates neither.
-                first = part.halves[0] == 0
-                target.copy_(found.max() if first else torch.maximum(target.cpu(), found.max()))
-            elif target.dim() == 0:
-                target.copy_(found[0])
-            else:
-                start = part.halves[0]
-                scheme = self._scheme(read)
-                scaled = found if role == "global_scale" else pieces.scale_values(found, read.name, scheme.weight_scale)
-                target[start : start + len(scaled)].copy_(scaled)
+            target = target[None] if target.dim() == 0 else target
+            target[start : start + len(found)].copy_(found)
+
+    def _put_weight(self, values: Tensor, read: Read) -> None:
+        piece = pieces.weight(pieces.matrix(values, read), read, self._fill(read))
+        self._write(read.part.projection, read, piece, 1)
+
+    def _put_bias(self, values: Tensor, read: Read) -> None:
+        self._write(f"b{read.part.projection[1:]}", read, _rows(pieces.matrix(values, read), read), 1)
+
+    def _put_scale(self, values: Tensor, read: Read) -> None:
+        name, dtype = f"{read.part.projection}_scale", self._scheme(read).weight_scale
+        if not self._scheme(read).is_per_tensor:
+            piece = pieces.scale(pieces.matrix(values, read), read, dtype)
+            self._write(name, read, piece, read.shape.tile[0])
+            return
+        found = self._scalars(values, read)
+        content.check_factors(found, values, read, may_be_zero=True)
+        self._write_halves(name, read, pieces.scale_values(found, read.name, dtype))
+
+    def _put_zero_point(self, values: Tensor, read: Read) -> None:
+        name, whole = f"{read.part.projection}_zero_point", self._scheme(read).is_per_tensor
+        piece = values if whole else pieces.zero_point(pieces.matrix(values, read), read)
+        if self._scheme(read).zero_point is not True:
+            content.check_zero_points(piece, read)
+        elif whole:
+            self._write_halves(name, read, self._scalars(values, read))
+        else:
+            self._write(name, read, piece, read.shape.tile[0])
+
+    def _put_global_scale(self, values: Tensor, read: Read) -> None:
+        found = self._scalars(values, read)
+        content.check_factors(found, values, read, may_be_zero=False)
+        self._write_halves(f"{read.part.projection}_global_scale", read, found)
+
+    def _put_input_scale(self, values: Tensor, read: Read) -> None:
+        found = self._scalars(values, read)
+        content.check_factors(found, values, read, may_be_zero=False)
+        largest = found.max()
+        for local in self._local[read.expert]:
+            target = self.tensors[f"{read.part.projection}_input_scale"][local]
+            # Both halves read the same tokens; the larger scale saturates neither.
+            target.copy_(largest if read.part.halves[0] == 0 else torch.maximum(target.cpu(), largest))
+
+    def _scalars(self, values: Tensor, read: Read) -> Tensor:
+        """One value for each half in canonical order; two stored ones are in the order of the stored rows."""
+        found = pieces.scalars(values, read)
+        return found.flip(0) if values.numel() == 2 and self._layout.rows == "up_gate" else found
 
     def _fill(self, read: Read) -> Tensor | None:
         """Codes that mean zero where a band is padded and zero codes do not."""
@@ -172,11 +163,27 @@ class Filler:
         tile_rows, tile_columns = read.shape.tile
         first, step = band.target
         points = self.tensors[f"{read.part.projection}_zero_point"][self._local[read.expert][0]].cpu()
+        if scheme.is_per_tensor:
+            times, alternate = tile_rows // len(points), self._request.activation.row_order == "interleaved"
+            points, tile_rows = points.repeat(times) if alternate else points.repeat_interleave(times), 1
         points = points[:, None] if points.dim() == 1 else points
         spread = points.repeat_interleave(tile_rows, 0).repeat_interleave(tile_columns, 1)
         spread = spread[first : first + step * band.rows.size : step, : columns.size].contiguous()
-        return spread.view(torch.uint8) & 15 if bits_of(scheme) == 4 else spread
+        return spread.view(torch.uint8) & 15 if scheme.weight_bits == 4 else spread
 
 
 def _rows(column: Tensor, read: Read) -> Tensor:
     return column if read.rows is None else read.rows.of(column, 0)
+
+
+#: Role of a stored tensor -> what is done with it.
+_PUT: dict[str, Callable[[Filler, Tensor, Read], None]] = {
+    "weight": Filler._put_weight,
+    "scale": Filler._put_scale,
+    "zero_point": Filler._put_zero_point,
+    "global_scale": Filler._put_global_scale,
+    "input_scale": Filler._put_input_scale,
+    "bias": Filler._put_bias,
+    "zeros": lambda filler, values, read: content.check_offsets(values, read),
+    "group_index": lambda filler, values, read: content.check_groups(values, read),
+}

@@ -8,18 +8,17 @@ from collections.abc import Collection, Iterable, Iterator
 import attrs
 
 from moe_core.errors import WeightsError
+from moe_core.expert_names import FUSED, PROJECTIONS, expert_name, is_draft, layer_index
 from moe_core.quant import StoredLayer, StoredScheme
 from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.storages import BIAS, CANONICAL, TENSORS, StoredTensor
 
 #: Spellings of the projections: of gate and up, one after the other or together, and of down.
-_GATED = (("gate_up_proj",), ("gate_proj", "up_proj"), ("w1", "w3"))
-_NOT_GATED = (("up_proj",), ("w1",))
-_DOWN = (("down_proj",), ("w2",))
+_GATED = (*((word,) for word in FUSED), *zip(PROJECTIONS["gate"], PROJECTIONS["up"], strict=True))
+#: Without a gate the first of `w1` and `w2` is the up projection.
+_NOT_GATED = (("up_proj",), ("w1",), ("input_linear",))
+_DOWN = tuple((word,) for word in PROJECTIONS["down"])
 
-_PROJECTION = "gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3"
-_EXPERTS = re.compile(rf"((?:.+\.)?experts)\.(?:\d+\.)?(?:{_PROJECTION})(?:[._].+)?")
-_DRAFT = re.compile(r"(^|\.)(mtp|draft|eagle)")
 _LISTED = 12
 
 
@@ -70,7 +69,7 @@ def _joined(base: str, suffix: str) -> str:
 
 def experts_modules(names: Iterable[str]) -> tuple[str, ...]:
     """Dotted names of all modules with experts, sorted by layer: `model.layers.3.mlp.experts`."""
-    found = {match[1] for name in names if (match := _EXPERTS.fullmatch(name))}
+    found = {parts.module for name in names if (parts := expert_name(name))}
     return tuple(sorted(found, key=_by_number))
 
 
@@ -84,11 +83,16 @@ def experts_module(names: Iterable[str], layer: int | str) -> str:
     Raises:
         WeightsError: No module fits, or several do; lists those that are there.
     """
-    modules = experts_modules(names)
+    return choose_module(experts_modules(names), layer)
+
+
+def choose_module(modules: Collection[str], layer: int | str) -> str:
+    """The one of all experts modules that `experts_module` finds, for callers that ask for many layers."""
     path = f"layers.{layer}" if isinstance(layer, int) else layer
-    fitting = [module for module in modules if f".{path}." in f".{module}."]
     if isinstance(layer, int):
-        fitting = [module for module in fitting if not _DRAFT.search(module)]
+        fitting = [module for module in modules if layer_index(module) == layer and not is_draft(module)]
+    else:
+        fitting = [module for module in modules if f".{path}." in f".{module}."]
     if len(fitting) != 1:
         problem = "several experts modules fit" if fitting else "no experts module fits"
         raise WeightsError(f"{problem} {path!r}; there are {_some(fitting or modules) or 'none'}")

@@ -9,7 +9,6 @@ from moe_core.payloads import Tensor
 from moe_core.weights.codes import exponent_bytes, pack, sign_bit, unpack
 from moe_core.weights.reads import Read
 from moe_core.weights.spans import Cut
-from moe_core.weights.storages import bits_of
 
 
 def matrix(values: Tensor, read: Read) -> Tensor:
@@ -38,7 +37,7 @@ def weight(values: Tensor, read: Read, fill: Tensor | None) -> Tensor:
     """
     rows, columns = _cuts(read)
     scheme = read.part.storage.scheme
-    bits = bits_of(scheme)
+    bits = scheme.weight_bits
     if bits == 4 and read.tensor.packed == "columns" and fill is None and _is_even(columns):
         stored = values.contiguous().view(torch.uint8)
         keep = columns.keep
@@ -59,7 +58,7 @@ def weight(values: Tensor, read: Read, fill: Tensor | None) -> Tensor:
 
 def _codes(values: Tensor, read: Read) -> Tensor:
     """Weights one by one: floats, int8, or 4-bit codes in uint8."""
-    bits = bits_of(read.part.storage.scheme)
+    bits = read.part.storage.scheme.weight_bits
     if read.per > 1:
         axis = 0 if read.tensor.packed == "rows" else 1
         codes = unpack(values, axis, bits, read.tensor.places)
@@ -108,7 +107,7 @@ def scale_values(values: Tensor, name: str, dtype: str) -> Tensor:
 def zero_point(values: Tensor, read: Read) -> Tensor:
     """The zero points of a band's tiles `[rows, columns]`, int8, shifted as codes are."""
     rows, columns = _cuts(read)
-    bits = bits_of(read.part.storage.scheme)
+    bits = read.part.storage.scheme.weight_bits
     if read.per > 1:
         values = unpack(values, 0 if read.tensor.packed == "rows" else 1, bits, read.tensor.places)
     kept = columns.of(rows.of(values, 0), 1).to(torch.int16)

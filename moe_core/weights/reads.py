@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from moe_core.errors import WeightsError
-from moe_core.quant import WHOLE
 from moe_core.weights.bands import Band, PartShape, StoredLayout
 from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.names import Part
@@ -59,15 +58,11 @@ class Read:
     nbytes: int = 0
 
 
-def is_per_tensor(read: Read) -> bool:
-    """Whether this is a scale of a whole half, or of a whole matrix."""
-    return is_scalar(read.tensor, read.part)
-
-
 def is_scalar(tensor: StoredTensor, part: Part) -> bool:
-    """The same for one tensor of a part."""
-    whole = part.storage.scheme.weight_block == (WHOLE, WHOLE)
-    return tensor.role in ("global_scale", "input_scale") or (tensor.role == "scale" and whole)
+    """Whether a tensor of a part is a number for each half or for the whole matrix."""
+    if tensor.role in ("scale", "zero_point"):
+        return part.storage.scheme.is_per_tensor
+    return tensor.role in ("global_scale", "input_scale")
 
 
 @attrs.frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""FP8 weights with any scales, again with scales that are powers of two.
+"""FP8 weights with any scales, again with scales that are powers of two: for users with tensors in memory.
 
 For kernels that take e8m0 scales alone. It loses a little: the weights are rounded a second time, so it is for runners
 to ask for and never done twice.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import WeightsError
+from moe_core.kernels.number_formats import E4M3_MAX, power_of_two_above
 from moe_core.payloads import Tensor
 from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.weights.codes import exponent_bytes
 
-_E4M3_MAX = 448.0
 #: Blocks of smaller values get the scale of this one.
 _AMAX_FLOOR = 1e-4
 
@@ -60,17 +61,9 @@ def requantize_blocks(weight: Tensor, scale: Tensor, rows: int, columns: int) ->
     (down, across), padding = scale.shape, (0, -width % columns, 0, -height % rows)
     blocks = torch.nn.functional.pad(weight.float(), padding).view(down, rows, across, columns)
     values = (blocks * scale[:, None, :, None]).bfloat16().float()
-    exponents = _exponent_at_or_above(values.abs().amax((1, 3)).clamp(min=_AMAX_FLOOR) / _E4M3_MAX)
-    factor = exponents.view(torch.float8_e8m0fnu).float()
+    factor = power_of_two_above(values.abs().amax((1, 3)).clamp(min=_AMAX_FLOOR) / E4M3_MAX)
     codes = (values * (1.0 / factor)[:, None, :, None]).to(torch.float8_e4m3fn)
-    return codes.view(down * rows, across * columns)[:height, :width], exponents
-
-
-def _exponent_at_or_above(values: Tensor) -> Tensor:
-    """The e8m0 byte of the smallest power of two that is not less, from the bits of positive fp32 numbers."""
-    bits = values.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-    return exponent.clamp(1, 254).to(torch.uint8)
+    return codes.view(down * rows, across * columns)[:height, :width], exponent_bytes(factor)[0]
 
 
 def _block(name: str, scheme: QuantScheme, tensors: dict[str, Tensor]) -> tuple[int, int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import attrs
 import torch
 
+from moe_core.payloads import TORCH_DTYPES
 from moe_core.quant import QuantScheme
 from moe_core.weights.codes import AWQ_PLACES
+from moe_core.weights.element_types import STORED_SCALES, STORED_WEIGHTS
 
 #: What a stored tensor becomes.
 ROLES = (
@@ -52,36 +54,31 @@ class StoredTensor:
 
 
 _INT32 = (torch.int32,)
-_BYTES = (torch.uint8, torch.int8)
 
 _WEIGHT = StoredTensor(role="weight", suffixes=("weight",))
 #: Two 4-bit values to a byte where the scheme has such, else one value to an element.
 _PACKED_WEIGHT = StoredTensor(role="weight", suffixes=("weight",), packed="columns")
 _SCALE = StoredTensor(role="scale", suffixes=("weight_scale", "weight_scale_inv", "scale"))
 _INPUT = StoredTensor(role="input_scale", suffixes=("input_scale", "activation_scale"))
-_FP4 = StoredTensor(role="weight", suffixes=("weight_packed",), packed="columns", dtypes=_BYTES)
+_FP4 = StoredTensor(role="weight", suffixes=("weight_packed",), packed="columns", dtypes=STORED_WEIGHTS["fp4"])
 _GROUPS = StoredTensor(role="group_index", suffixes=("g_idx", "weight_g_idx"), dtypes=(torch.int32, torch.int64))
 _SHAPE = StoredTensor(role="ignored", suffixes=("weight_shape",))
 _OFFSET = StoredTensor(role="zeros", suffixes=("weight_offset",))
 
 
-def _gptq(lowered: bool) -> tuple[StoredTensor, ...]:
-    return (
-        StoredTensor(
-            role="weight", suffixes=("qweight",), transposed=True, packed="columns", unsigned=True, dtypes=_INT32
-        ),
-        StoredTensor(role="scale", suffixes=("scales",), transposed=True),
-        StoredTensor(
-            role="zero_point",
-            suffixes=("qzeros",),
-            transposed=True,
-            packed="rows",
-            unsigned=True,
-            lowered=lowered,
-            dtypes=_INT32,
-        ),
-        _GROUPS,
+def _words(packed: str, *, lowered: bool = False, places: tuple[int, ...] = ()) -> tuple[StoredTensor, ...]:
+    """`qweight`, `scales` and `qzeros`, all `[columns, rows]`; `packed` is the axis of the words of weights."""
+    weight = StoredTensor(
+        role="weight",
+        suffixes=("qweight",),
+        transposed=True,
+        packed=packed,
+        unsigned=True,
+        places=places,
+        dtypes=_INT32,
     )
+    zeros = attrs.evolve(weight, role="zero_point", suffixes=("qzeros",), packed="rows", lowered=lowered)
+    return weight, StoredTensor(role="scale", suffixes=("scales",), transposed=True), zeros
 
 
 #: Word of `STORAGES` -> its tensors; a bias may come with each.
@@ -118,29 +115,9 @@ TENSORS: dict[str, tuple[StoredTensor, ...]] = {
         StoredTensor(role="weight", suffixes=("blocks",), packed="columns", blocked=True, dtypes=(torch.uint8,)),
         StoredTensor(role="scale", suffixes=("scales",)),
     ),
-    "gptq": _gptq(lowered=True),
-    "gptq_v2": _gptq(lowered=False),
-    "awq": (
-        StoredTensor(
-            role="weight",
-            suffixes=("qweight",),
-            transposed=True,
-            packed="rows",
-            unsigned=True,
-            places=AWQ_PLACES,
-            dtypes=_INT32,
-        ),
-        StoredTensor(role="scale", suffixes=("scales",), transposed=True),
-        StoredTensor(
-            role="zero_point",
-            suffixes=("qzeros",),
-            transposed=True,
-            packed="rows",
-            unsigned=True,
-            places=AWQ_PLACES,
-            dtypes=_INT32,
-        ),
-    ),
+    "gptq": (*_words("columns", lowered=True), _GROUPS),
+    "gptq_v2": (*_words("columns"), _GROUPS),
+    "awq": _words("rows", places=AWQ_PLACES),
     "modelslim_w8a8": (_WEIGHT, _SCALE, _OFFSET),
     "modelslim_w4a8": (
         StoredTensor(role="weight", suffixes=("weight",), packed="rows", dtypes=(torch.int8,)),
@@ -162,34 +139,19 @@ CANONICAL = (
     StoredTensor(role="input_scale", suffixes=("input_scale",)),
 )
 
-_WEIGHT_DTYPES = {
-    "fp32": (torch.float32,),
-    "bf16": (torch.bfloat16,),
-    "fp16": (torch.float16,),
-    "fp8": (torch.float8_e4m3fn,),
-    "int8": (torch.int8,),
-    "int4": _BYTES,
-    "fp4": _BYTES,
-}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: A conversion between these is exact, or checked value by value.
-_SCALE_DTYPES = {
-    "fp32": (*_FLOATS, torch.float8_e8m0fnu),
-    "bf16": (torch.bfloat16,),
-    "e4m3": (torch.float8_e4m3fn,),
-    "e8m0": (torch.uint8, torch.float8_e8m0fnu, *_FLOATS),
-}
-
 
 def allowed_dtypes(tensor: StoredTensor, scheme: QuantScheme) -> tuple[torch.dtype, ...] | None:
     """The dtypes that `tensor` may have; None for any."""
+    if tensor.role == "zero_point" and scheme.is_per_tensor:
+        # One number is not packed: compressed-tensors writes it as it is.
+        return (torch.int8,)
     if tensor.dtypes:
         return tensor.dtypes
     if tensor.role == "weight":
-        return _WEIGHT_DTYPES[scheme.weight_dtype]
+        return STORED_WEIGHTS[scheme.weight_dtype]
     if tensor.role == "scale":
-        return _SCALE_DTYPES[scheme.weight_scale]
-    return _FLOATS if tensor.role in ("global_scale", "input_scale", "bias") else None
+        return STORED_SCALES[scheme.weight_scale]
+    return tuple(TORCH_DTYPES.values()) if tensor.role in ("global_scale", "input_scale", "bias") else None
 
 
 def is_needed(tensor: StoredTensor, scheme: QuantScheme) -> bool:
@@ -209,13 +171,8 @@ def is_known(tensor: StoredTensor, scheme: QuantScheme) -> bool:
     return tensor.role != "global_scale" or scheme.global_scale is True
 
 
-def bits_of(scheme: QuantScheme) -> int:
-    """Bits of one stored weight."""
-    return {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}.get(scheme.weight_dtype, 4)
-
-
 def values_per_index(tensor: StoredTensor, scheme: QuantScheme, dtype: torch.dtype) -> int:
     """Values that one stored index of the packed axis stands for; 1 where nothing is packed."""
     if tensor.blocked:
         return 32
-    return max(1, dtype.itemsize * 8 // bits_of(scheme)) if tensor.packed else 1
+    return max(1, dtype.itemsize * 8 // scheme.weight_bits) if tensor.packed else 1

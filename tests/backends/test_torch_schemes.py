@@ -12,7 +12,7 @@ from layers import build, random_tokens
 from quantized import QUANTS, random_quantized
 
 from benchmarks.quantized_cpu import peak_bytes
-from moe_core import LayerRequest, MoELayer, RawWeights
+from moe_core import ExpertGroup, LayerRequest, MoELayer, RawWeights
 from moe_core.activation import SWIGLU_OAI, ActivationSpec
 from moe_core.errors import ResolutionError
 from moe_core.payloads import Tensor
@@ -25,6 +25,10 @@ _BASE = LayerRequest(num_experts=4, top_k=3, hidden_size=72, intermediate_size=4
 _TOLERANCE = {"fp32": 2e-3, "bf16": 4e-3, "fp16": 2e-3}
 _LIMITED = ActivationSpec(limit=0.9, clamp="after", row_order="interleaved")
 _RELU2 = ActivationSpec(kind="relu2", gated=False)
+
+
+def _scalings(quant: LayerQuant) -> tuple[str, str]:
+    return quant.w13.activation_scaling, quant.w2.activation_scaling
 
 
 def _request(quant: LayerQuant, **more: Any) -> LayerRequest:
@@ -41,6 +45,10 @@ def _check(request: LayerRequest, num_tokens: int = 9, seed: int = 1) -> None:
     tensors, meaning = random_quantized(request, seed)
     tokens = random_tokens(request, num_tokens, seed)
     assert _error(build(request, tensors), request, meaning, tokens) < _TOLERANCE[request.dtype]
+
+
+def test_no_scheme_is_there_twice() -> None:
+    assert len(set(QUANTS.values())) == len(QUANTS)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -132,6 +140,43 @@ def test_scales_of_an_expert_that_was_never_routed_to_may_be_tiny(name: str) -> 
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["standard", "contiguous", "masked"])
+@pytest.mark.parametrize("name", QUANTS)
+def test_ranks_without_experts_add_nothing(name: str, mode: str) -> None:
+    request = _request(
+        QUANTS[name],
+        num_experts=2,
+        top_k=2,
+        ep_size=3,
+        token_placement="replicated",
+        bias=True,
+        a2a_backend=f"none.{mode}",
+    )
+    tensors, meaning = random_quantized(request)
+    tokens = random_tokens(request, 9)
+    parts = [build(request, tensors, ExpertGroup(rank=rank, size=3))(*tokens) for rank in range(3)]
+    assert [len(request.local_experts(rank)) for rank in range(3)] == [1, 1, 0]
+    assert torch.equal(parts[2], torch.zeros_like(parts[2]))
+    if name != "fp8_tensor_dynamic":  # its scale is that of a rank's own rows
+        want = oracle.layer(*tokens, meaning, request.activation)
+        assert oracle.relative_error(parts[0] + parts[1], want) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize("mode", ["standard", "contiguous", "masked"])
+@pytest.mark.parametrize("name", [name for name, quant in QUANTS.items() if "static" in _scalings(quant)])
+def test_a_static_scale_is_its_experts_alone(name: str, mode: str) -> None:
+    # Otherwise a result would depend on which experts share a rank.
+    request = _request(QUANTS[name], a2a_backend=f"none.{mode}")
+    tensors, _ = random_quantized(request)
+    x, ids, weights = random_tokens(request, 9)
+    tokens = (x, ids.clamp(max=2), weights)
+    want = build(request, tensors)(*tokens)
+    for key in tensors:
+        if key.endswith("_input_scale"):
+            tensors[key][3] *= 50
+    assert torch.equal(build(request, tensors)(*tokens), want)
+
+
 @pytest.mark.parametrize("quant", [LayerQuant.of(NVFP4), LayerQuant.of(FP8_BLOCK128)], ids=str)
 def test_fp16_survives_dequantized_values_beyond_its_range(quant: LayerQuant) -> None:
     request = _request(quant, dtype="fp16")
@@ -151,9 +196,7 @@ def test_one_scale_for_all_rows_is_not_deterministic() -> None:
         build(request, random_quantized(request)[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["w8a8_int8", "fp8_block128", "fp8_row_per_token", "w4a8_int8", "nvfp4", "mxfp4_w4a16"]
-)
+@pytest.mark.parametrize("name", ["w8a8_int8", "fp8_block128", "fp8_channel", "w4a8_int8", "nvfp4", "mxfp4_w4a16"])
 def test_no_more_than_one_expert_is_dequantized_at_a_time(name: str) -> None:
     request = _request(QUANTS[name], num_experts=3, hidden_size=768, intermediate_size=768)
     layer, tokens = build(request, random_quantized(request)[0]), random_tokens(request, 6)

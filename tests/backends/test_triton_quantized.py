@@ -22,13 +22,13 @@ SCHEMES = {
     name: QUANTS[name]
     for name in (
         "fp8_block128",
-        "fp8_row_per_token",
+        "fp8_channel",
         "w8a8_int8",
         "fp8_tensor_static",
         "int8_row_static",
         "mxfp4_w4a16",
         "nvfp4_w4a16",
-        "int4_groups",
+        "w4a16_int4_g32",
         "int4_groups_zero",
         "int4_row_zero",
         "int8_groups",
@@ -52,11 +52,13 @@ FP8_TOLERANCE = 2.5e-2
 
 def _exact(tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any]) -> torch.Tensor:
     hidden, ids, weights = tokens
-    rows, out = meaning["round_w13"](hidden), torch.zeros(hidden.shape, dtype=torch.float64)
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
     for expert in range(len(meaning["w13"])):
         token, slot = torch.where(ids == expert)
-        inside = activate(rows[token] @ meaning["w13"][expert].T, SWIGLU).bfloat16()
-        result = meaning["round_w2"](inside) @ meaning["w2"][expert].T
+        experts = [expert] * len(token)
+        rows = meaning["round_w13"](hidden[token], experts)
+        inside = activate(rows @ meaning["w13"][expert].T, SWIGLU).bfloat16()
+        result = meaning["round_w2"](inside, experts) @ meaning["w2"][expert].T
         out.index_add_(0, token, result * weights[token, slot, None].double())
     return out
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_models import write_tiny_qwen
 
 from moe_core.cli import main
 from moe_core.manager import default_manager
@@ -72,25 +72,7 @@ def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random MoE model of bytes, without a tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        dtype="float32",
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+    pytest.importorskip("transformers")
     target = tmp_path_factory.mktemp("model")
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(target)
+    write_tiny_qwen(target, num_hidden_layers=3, mlp_only_layers=[1])
     return target

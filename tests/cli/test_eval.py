@@ -183,6 +183,26 @@ def test_a_text_that_is_too_short(call, folder, tmp_path, content):
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("a", (), "the text has 1 tokens"),
+        (SAMPLE, ("--window", "20", "--stride", "21"), "stride 21 is not in 1..20"),
+        (SAMPLE, ("--window", "999999"), "a window of 999999 tokens is longer than the context"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_models_are_loaded(
+    call, folder, tmp_path, monkeypatch, text, words, message
+):
+    monkeypatch.setattr("moe_core.cli.model_loading.load_model", lambda *_: pytest.fail("a model was loaded"))
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    code, out, err = call("eval", str(folder), "--text", str(path), "--against", str(folder), *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.error_path
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
 def test_a_text_that_is_not_readable(call, folder, tmp_path, content):
     path = tmp_path / "bad.txt"

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import write_tiny_qwen
 
-transformers = pytest.importorskip("transformers")
+from moe_core.cli import model_loading
+from moe_core.quantizer.words import SHORT_WORDS
+
+pytest.importorskip("transformers")
 
 EXPERT = "model.layers.1.mlp.experts.2"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=3,
-        num_experts_per_tok=2,
-        dtype="bfloat16",
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
     target = tmp_path_factory.mktemp("model")
-    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(target)
+    write_tiny_qwen(target, hidden_size=64, moe_intermediate_size=32, num_experts=3, dtype="bfloat16")
     return target
 
 
@@ -48,7 +36,9 @@ def text(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("words", "stored"),
     [
-        (("fp8_block",), "fp8_block128, stored as scaled"),
+        (("fp8_block",), "fp8_block128 (fp8_block is short for it), stored as scaled"),
+        (("fp8_block128",), "fp8_block128, stored as scaled"),
+        (("mxfp4",), "mxfp4_w4a16 (mxfp4 is short for it), stored as compressed_tensors_mxfp4"),
         (("w8a8_int8", "--ecosystem", "modelslim"), "w8a8_int8, stored as modelslim_w8a8"),
         (("nvfp4", "--input-scale", "0.5"), "nvfp4, stored as modelopt_nvfp4"),
     ],
@@ -56,11 +46,22 @@ def text(tmp_path) -> Path:
 def test_a_checkpoint_is_written_and_described(call, folder, tmp_path, words, stored):
     out = tmp_path / "new" / "out"
     code, printed, err = call("quantize", str(folder), str(out), "--scheme", *words)
-    assert (code, err) == (0, "")
-    assert f"scheme     {stored}" in printed
-    assert "experts    6: 0.1 MB -> 0.0 MB" in printed
+    shown = " ".join(printed.split())
+    assert code == 0
+    assert re.fullmatch(rf"writing {re.match('[a-z0-9_]+', stored)[0]} for [a-z_]+: [0-9.]+ s\n", err)
+    assert f"scheme {stored}" in shown
+    assert "experts 6: 0.1 MB -> 0.0 MB" in shown
     assert (out / "generation_config.json").is_file()
     assert ("quantization_config" in json.loads((out / "config.json").read_text())) == ("modelslim" not in stored)
+
+
+def test_help_says_what_short_words_stand_for(call):
+    code, printed, _ = call("quantize", "--help")
+    words = " ".join(printed.split())
+    assert code == 0
+    assert SHORT_WORDS
+    for word, name in SHORT_WORDS.items():
+        assert f"{word} for {name}" in words
 
 
 def test_one_input_scale_for_all(call, folder, tmp_path):
@@ -85,15 +86,37 @@ def test_calibration(call, folder, text, tmp_path):
     assert 0 < second < first
 
 
+def test_calibration_on_cpu_is_done_in_fp32(call, folder, text, tmp_path, monkeypatch):
+    load, dtypes = model_loading.load_model, []
+
+    def watched(*arguments):
+        network = load(*arguments)
+        dtypes.append(network.dtype)
+        return network
+
+    monkeypatch.setattr(model_loading, "load_model", watched)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    words = ("--scheme", "nvfp4", "--calibrate", str(text))
+    code, _, _ = call("quantize", str(folder), str(tmp_path / "out"), *words)
+    assert code == 0
+    assert dtypes == [torch.float32]
+
+
 @pytest.mark.error_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--scheme", "nvfp5"], "unknown scheme to write 'nvfp5'; did you mean 'nvfp4'"),
-        (["--scheme", "mxfp4", "--ecosystem", "modelopt"], "'mxfp4' is written for compressed_tensors, not"),
+        (["--scheme", "mxfp4", "--ecosystem", "modelopt"], "'mxfp4_w4a16' is written for compressed_tensors, not"),
         (["--scheme", "nvfp4"], "stores activation scales: find them with --calibrate FILE"),
         (["--scheme", "mxfp4", "--input-scale", "1"], "--calibrate and --input-scale do not apply"),
-        (["--scheme", "nvfp4", "--input-scale", "-1"], "finite number > 0"),
+        (
+            ["--scheme", "nvfp4", "--input-scale", "-1"],
+            "--input-scale: expected a scale from 1.2e-38 to 3.4e+38, got",
+        ),
+        (["--scheme", "nvfp4", "--input-scale", "nan"], "--input-scale: expected a scale"),
+        # It would be 0 in the checkpoint.
+        (["--scheme", "nvfp4", "--input-scale", "1e-50"], "--input-scale: expected a scale"),
         (["--scheme", "nvfp4", "--calibrate", "/no/file"], "/no/file: not readable"),
         ([], "--scheme"),
     ],
@@ -126,7 +149,8 @@ def test_refused_before_the_model_is_loaded(call, folder, text, tmp_path, monkey
 
 
 @pytest.mark.error_path
-def test_an_empty_calibration_text(call, folder, tmp_path):
+def test_an_empty_calibration_text(call, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_core.cli.model_loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     (tmp_path / "empty.txt").write_text("")
     words = ("--scheme", "nvfp4", "--calibrate", str(tmp_path / "empty.txt"))
     code, _, err = call("quantize", str(folder), str(tmp_path / "out"), *words)

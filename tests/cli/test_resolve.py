@@ -186,3 +186,59 @@ def test_layers_of_a_model_with_different_schemes(call, tmp_path):
     first, second = _words(out).split("plan of layer 1")
     assert "plan of layers 0, 2" in first
     assert ("weights fp8_block128" in first, "weights bf16" in second) == (True, True)
+
+
+WITH_DRAFT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+NVFP4_BUT_THE_DRAFT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4, "input_activations": FP4}},
+    "ignore": ["lm_head", "model.layers.3*"],
+}
+FP8_BUT_THE_DRAFT = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["model.layers.3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words", "scheme", "tokens"),
+    [
+        (NVFP4_BUT_THE_DRAFT, ON_CPU, "nvfp4", "bf16"),
+        (FP8_BUT_THE_DRAFT, ("resolve", "--environment", "h100", "--ep-size", "8"), "fp8_block128", "fp8/row_128"),
+    ],
+    ids=["nvfp4", "fp8"],
+)
+def test_a_bf16_draft_layer_beside_quantized_layers(call, with_vendors, tmp_path, quantization, words, scheme, tokens):
+    (tmp_path / "config.json").write_text(json.dumps({**WITH_DRAFT, "quantization_config": quantization}))
+    words = (*words, "--model", str(tmp_path))
+    code, out, _ = call(*words)
+    assert code == 0
+    own, draft = _words(out).split("plan of draft layer 3")
+    assert "plan of layers 1-2" in own
+    assert (f"weights {scheme}," in own, "weights bf16," in draft) == (True, True)
+    assert "draft layer 3: 8 experts" in _words(call(*words, "--explain")[1])
+    groups = json.loads(call(*words, "--json")[1])["groups"]
+    assert [(group["layers"], group["draft"]) for group in groups] == [([1, 2], False), ([3], True)]
+    assert [group["plan"]["routes"][0]["dispatch_dtype"] for group in groups] == [tokens, "bf16"]
+
+
+def test_draft_layers_that_are_not_understood_are_left_out_with_a_warning(call, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**WITH_DRAFT, "model_type": "glm_of_tomorrow"}))
+    code, out, err = call(*ON_CPU, "--model", str(tmp_path), "--json")
+    assert code == 0
+    assert [group["layers"] for group in json.loads(out)["groups"]] == [[1, 2]]
+    assert "warning: draft layers are left out: model type 'glm_of_tomorrow'" in err

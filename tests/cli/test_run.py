@@ -112,6 +112,7 @@ def test_transformers_is_missing(call, folder, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", without)
     code, out, err = call("run", "--model", str(folder), "--prompt", "a")
     assert (code, out) == (1, "")
+    assert "error: models are loaded with transformers, which cannot be imported here" in err
     assert "pip install 'moe-core[transformers]'" in err
 
 
@@ -136,7 +137,8 @@ def test_a_dense_model(call, tmp_path):
     ("words", "message"),
     [(("--prompt", ""), "the prompt is empty"), (("--prompt", "a", "--text", "/no/file"), "/no/file: not readable")],
 )
-def test_bad_texts(call, folder, words, message):
+def test_bad_texts(call, folder, monkeypatch, words, message):
+    monkeypatch.setattr(model_loading, "load_model", lambda *_: pytest.fail("the model was loaded"))
     code, _, err = call("run", "--model", str(folder), "--device", "cpu", *words)
     assert code == 2
     assert message in err

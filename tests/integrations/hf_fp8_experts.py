@@ -9,13 +9,12 @@ import inspect
 from typing import Any
 
 import torch
+from stored_experts import E2M1
 from transformers import MixtralConfig
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_core.integrations.transformers import NAME
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 def build(
@@ -107,16 +106,15 @@ def reference(
     first_scale = experts.gate_up_proj_scale_inv if experts.has_gate else experts.up_proj_scale_inv
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     is_static = experts.activation_scheme == "static"
-    # One scale for all experts: a token is rounded once, before it is known which expert reads it.
     names = ("gate_up_proj_activation_scale", "down_proj_activation_scale")
-    scales = [getattr(experts, name).max() if is_static else None for name in names]
+    scales = [getattr(experts, name) if is_static else [None] * len(first) for name in names]
     hidden_states, ids, weights = routed
     out = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for token, slot in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])):
         expert = ids[token, slot]
-        row = rounded(hidden_states[token], scale=scales[0], **rounding)
+        row = rounded(hidden_states[token], scale=scales[0][expert], **rounding)
         row = gate(values(first[expert], first_scale[expert], first_tile) @ row)
-        row = rounded(row, scale=scales[1], **rounding)
+        row = rounded(row, scale=scales[1][expert], **rounding)
         row = values(experts.down_proj[expert], experts.down_proj_scale_inv[expert], down_tile) @ row
         out[token] += weights[token, slot].double() * row
     return out

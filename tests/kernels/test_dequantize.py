@@ -27,11 +27,8 @@ def _stored(word: str) -> Tensor:
         return torch.randint(-128, 128, (2, _ROWS, _COLUMNS)).char()
     if word == "fp8":
         # Every code but the two NaNs.
-        return (
-            (torch.randint(0, 127, (2, _ROWS, _COLUMNS)) + 128 * torch.randint(0, 2, (1,)))
-            .byte()
-            .view(torch.float8_e4m3fn)
-        )
+        codes, signs = (torch.randint(0, end, (2, _ROWS, _COLUMNS)) for end in (127, 2))
+        return (codes + 128 * signs).byte().view(torch.float8_e4m3fn)
     return torch.randn(2, _ROWS, _COLUMNS).to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(word, torch.float32))
 
 

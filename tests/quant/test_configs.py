@@ -78,6 +78,10 @@ EXPECTED: dict[str, list[tuple[str, int, StoredLayer]]] = {
         (LAYER, 2, StoredLayer(_stored("w4a16_int4_g128", "gptq"), _stored("w4a16_int4_g32", "gptq"))),
         (MTP, 0, PLAIN),
     ],
+    "gptq_8bit": [
+        (LAYER, 1, _alike("w8a16_int8_g128", "gptq")),
+        (LAYER, 2, StoredLayer(_stored("w8a16_int8_g128", "gptq"), _stored("w4a16_int4_g128", "gptq"))),
+    ],
     "gptq_v2_asym": [(LAYER, 1, _alike(attrs.evolve(SCHEMES["w4a16_int4"], zero_point=True), "gptq_v2"))],
     "awq_g128": [
         (LAYER, 1, _alike("w4a16_int4_asym_g128", "awq")),

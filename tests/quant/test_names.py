@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from moe_core.errors import SpecError
+from moe_core.expert_names import PROJECTIONS
 from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, QuantScheme, read_layer
 from moe_core.quant.hf.name_list import is_listed
-from moe_core.quant.hf.weight import PROJECTIONS, Weight, halves_of
+from moe_core.quant.hf.weight import Weight, halves_of
 
 EXPERTS = "model.layers.3.mlp.experts"
 

@@ -76,10 +76,12 @@ CT = "config_groups/group_0"
         (_changed("ct_w8a8_int8", f"{CT}/input_activations/dynamic", False), "strategy 'token' with dynamic False"),
         (_changed("ct_nvfp4", f"{CT}/input_activations/dynamic", True), "dynamic True is not understood"),
         (_changed("ct_w4a16_g128", f"{CT}/weights/actorder", "group"), "actorder 'group'"),
+        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", [-1, 128]), r"rows and columns, got \[-1, 128\]"),
+        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", "128x0"), "rows and columns, got '128x0'"),
+        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", None), "rows and columns, got None"),
         (_changed("ct_w4a16_g128", f"{CT}/weights/group_size", None), "group_size to be a whole number, got None"),
         (_changed("ct_w4a16_g128", f"{CT}/weights/scale_dtype", "torch.int8"), "scale_dtype 'torch.int8'"),
         (_changed("ct_fp8_block", f"{CT}/weights/block_structure", [128]), "block_structure to be rows and columns"),
-        (_changed("ct_fp8_block", f"{CT}/weights/block_structure", [128, 0]), "weight_block: expected"),
         (_changed("ct_w8a8_int8", f"{CT}/targets", ["Router"]), "target class 'Router' means experts is not known"),
         (
             _changed("ct_w8a8_int8", "config_groups/group_1", CONFIGS["ct_w4a8_int8"]["config_groups"]["group_0"]),
@@ -99,7 +101,8 @@ CT = "config_groups/group_0"
             "field 'encoding'",
         ),
         # gptq and awq
-        (_changed("gptq_g128", "bits", 8), "bits 8 is not understood; known: 4"),
+        (_changed("gptq_g128", "bits", 3), "bits 3 is not understood; known: 4, 8"),
+        (_changed("awq_g128", "bits", 8), "bits 8 is not understood; known: 4"),
         (_changed("gptq_g128", "desc_act", True), r"desc_act: groups are not of neighbouring channels \(g_idx\)"),
         (_changed("gptq_g128", "checkpoint_format", "marlin"), "checkpoint_format 'marlin' .*absent, gptq, gptq_v2"),
         (_changed("gptq_g128", "pack_dtype", "int8"), "pack_dtype 'int8'"),

@@ -16,6 +16,7 @@ from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
     NVFP4,
+    PER_TENSOR,
     SCALE_DTYPES,
     SCHEMES,
     W4A4_INT4,
@@ -100,6 +101,29 @@ def test_any_scheme_is_a_value_with_a_label_of_its_own(one: QuantScheme, other: 
 def test_patterns(pattern: dict[str, Any], matching: set[str]) -> None:
     wanted = QuantScheme(**pattern)
     assert {name for name, scheme in SCHEMES.items() if scheme.matches(wanted)} == matching
+
+
+def test_what_shares_a_scale() -> None:
+    whole_rows = {name for name, scheme in SCHEMES.items() if scheme.scales_whole_rows}
+    per_tensor = {name for name in whole_rows if SCHEMES[name].is_per_tensor}
+    assert per_tensor == {"fp8_tensor", "fp8_tensor_static", "fp8_tensor_w8a16"}
+    assert whole_rows - per_tensor == {
+        *("fp8_channel", "fp8_channel_w8a16", "w8a8_int8", "w8a16_int8"),
+        *("w4a16_int4", "w4a8_int8", "w4a4_int4"),
+    }
+    assert SCHEMES["fp8_tensor"].block_of(6, 8) == SCHEMES["bf16"].block_of(6, 8) == (6, 8)
+    assert SCHEMES["fp8_channel"].block_of(6, 8) == (1, 8)
+    by_batch = {name for name, scheme in SCHEMES.items() if scheme.scales_by_batch}
+    assert by_batch == set()
+    assert attrs.evolve(SCHEMES["fp8_tensor"], activation_group=PER_TENSOR).scales_by_batch
+
+
+@pytest.mark.error_path
+def test_every_weight_has_a_size_and_a_pattern_has_none() -> None:
+    names = ("fp32", "fp16", "mxfp8", "w8a8_int8", "w4a8_int8", "nvfp4")
+    assert [SCHEMES[name].weight_bits for name in names] == [32, 16, 8, 8, 4, 4]
+    with pytest.raises(SpecError, match="is a pattern, whose weights have no size"):
+        _ = QuantScheme(weight_dtype="any").weight_bits
 
 
 @pytest.mark.parametrize("name", SCHEMES)

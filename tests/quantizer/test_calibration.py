@@ -63,7 +63,9 @@ def _route(tokens: torch.Tensor) -> torch.Tensor:
 def test_largest_magnitudes_per_expert() -> None:
     model = _Model()
     windows = [torch.tensor([[0, 1, 5]]), torch.tensor([[2, 5]])]
-    found = calibrate(model, windows, default=9.0)
+    done: list[int] = []
+    found = calibrate(model, windows, default=9.0, progress=done.append)
+    assert done == [1, 2]
     assert found.default == 9.0
     assert sorted(found.layers) == [0, 1]
     for layer, inputs in found.layers.items():
@@ -98,3 +100,12 @@ def test_what_cannot_be_calibrated() -> None:
         with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.experts: inputs .* infinite or NaN"):
             calibrate(model, [torch.tensor([[1, 2]])])
         assert not model.layers[1].mlp.experts._forward_pre_hooks
+
+
+@pytest.mark.error_path
+def test_a_refused_module_leaves_no_hooks_on_those_before_it() -> None:
+    model = _Model()
+    model.add_module("unnumbered", _Model().layers[0].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"unnumbered\.experts: expected one per numbered layer"):
+        calibrate(model, [])
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -25,28 +25,39 @@ from tiny_checkpoints import (
     write_checkpoint,
 )
 
+from moe_core.quant import (
+    FP8_BLOCK128,
+    MXFP4_W4A16,
+    NVFP4,
+    SCHEMES,
+    W4A4_INT4,
+    W4A8_INT8,
+    W8A8_INT8,
+    QuantScheme,
+)
 from moe_core.quantizer.checkpoint import quantize_checkpoint
 from moe_core.quantizer.input_amax import ExpertInputs, ModelInputs
-from moe_core.quantizer.storages import STORAGES
-from moe_core.quantizer.words import WRITABLE
+from moe_core.quantizer.layouts import LAYOUTS, find_layout
+from moe_core.quantizer.words import WRITABLE, WRITTEN
+from moe_core.weights.names import experts_modules
 
 INPUTS = ModelInputs(layers={1: ExpertInputs(first=(3.0, 4.5, 0.0), second=(2.0, 0.0, 8.0))})
 PAIRS = [(scheme, ecosystem) for scheme, names in WRITABLE.items() for ecosystem in names]
 each_layout = pytest.mark.parametrize(("scheme", "ecosystem"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 
 
-def _direct(scheme: str, ecosystem: str, weights: dict[str, torch.Tensor], role: str, expert: int) -> Q:
-    weight = weights[role][expert]
+def _direct(scheme: str, ecosystem: str, weights: dict[str, torch.Tensor], half: str, expert: int) -> Q:
+    weight = weights[half][expert]
     if scheme == "nvfp4":
-        shared = weight if role == "down" else torch.cat([weights["gate"][expert], weights["up"][expert]])
+        shared = weight if half == "down" else torch.cat([weights["gate"][expert], weights["up"][expert]])
         divisor = (2688 / shared.double().abs().amax()).float()
         return quant_nvfp4(weight, nvfp4_global(shared) if ecosystem == "modelopt" else 1 / divisor.double())
     direct: dict[str, Callable[[torch.Tensor], Q]] = {
-        "fp8_block": quant_fp8_block,
+        "fp8_block128": quant_fp8_block,
         "w8a8_int8": lambda w: quant_int(w, 8),
-        "w4a8": lambda w: quant_int(w, 4),
-        "w4a4": lambda w: quant_int(w, 4),
-        "mxfp4": quant_mxfp4,
+        "w4a8_int8": lambda w: quant_int(w, 4),
+        "w4a4_int4": lambda w: quant_int(w, 4),
+        "mxfp4_w4a16": quant_mxfp4,
     }
     return direct[scheme](weight)
 
@@ -55,8 +66,29 @@ def _inputs(scheme: str) -> ModelInputs | None:
     return INPUTS if scheme == "nvfp4" else None
 
 
-def test_every_word_has_a_layout() -> None:
-    assert {(scheme, name) for name, schemes in STORAGES.items() for scheme in schemes} == set(PAIRS) == set(READERS)
+def test_every_name_is_of_the_scheme_that_its_layout_stores() -> None:
+    pairs = {(scheme, ecosystem) for ecosystem, schemes in LAYOUTS.items() for scheme in schemes}
+    assert pairs == set(PAIRS) == set(READERS)
+    for ecosystem, layouts in LAYOUTS.items():
+        assert tuple(layout.stored for layout in layouts.values()) == WRITTEN[ecosystem]
+        for name, layout in layouts.items():
+            assert SCHEMES[name] == layout.stored.scheme
+
+
+@pytest.mark.parametrize(
+    ("word", "stored"),
+    [
+        ("fp8_block", FP8_BLOCK128),
+        ("w8a8_int8", W8A8_INT8),
+        ("w4a8", W4A8_INT8),
+        ("w4a4", W4A4_INT4),
+        ("nvfp4", NVFP4),
+        ("mxfp4", MXFP4_W4A16),
+    ],
+)
+def test_short_words_and_names_write_the_same(word: str, stored: QuantScheme) -> None:
+    assert find_layout(word).stored.scheme == stored
+    assert find_layout(stored.label) is find_layout(word)
 
 
 @each_layout
@@ -68,14 +100,50 @@ def test_read_again_it_is_the_direct_quantization(scheme: str, ecosystem: str, f
     source = write_checkpoint(tmp_path / "source", experts, files=1 if form == "fused" else 3)
     quantize_checkpoint(source, tmp_path / "out", scheme, ecosystem=ecosystem, inputs=_inputs(scheme))
     tensors = read_tensors(tmp_path / "out")
-    for role, weight in weights.items():
+    for half, weight in weights.items():
         for expert in range(EXPERTS):
-            stored = of_projection(tensors, f"{MODULE}.{expert}.{names[role]}")
-            got, want = READERS[scheme, ecosystem](stored), _direct(scheme, ecosystem, weights, role, expert).deq
+            stored = of_projection(tensors, f"{MODULE}.{expert}.{names[half]}")
+            got, want = READERS[scheme, ecosystem](stored), _direct(scheme, ecosystem, weights, half, expert).deq
             assert got.shape == weight[expert].shape
             # A division by the divisor and a multiplication by its inverse differ in the last bits of float64.
             exact = (scheme, ecosystem) != ("nvfp4", "compressed_tensors")
             torch.testing.assert_close(got, want, rtol=0 if exact else 1e-14, atol=0)
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.block_sparse_moe", "model.layers.1.mlp"])
+def test_experts_of_families_with_names_of_their_own(module: str, tmp_path: Path) -> None:
+    weights = fused(expert_weights())
+    names = {f"{MODULE}.gate_up_proj": "input_linear", f"{MODULE}.down_proj": "output_linear"}
+    linear = {f"{module}.{names[name]}.weight": tensor for name, tensor in weights.items()}
+    quantize_checkpoint(write_checkpoint(tmp_path / "source", linear), tmp_path / "out", "w8a8_int8")
+    quantize_checkpoint(write_checkpoint(tmp_path / "usual", weights), tmp_path / "expected", "w8a8_int8")
+    got, want = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "expected")
+    assert got.keys() == {name.replace(MODULE, module) for name in want}
+    assert all(torch.equal(got[name.replace(MODULE, module)], tensor) for name, tensor in want.items())
+    assert experts_modules(got) == (module,)
+
+
+def test_weight_files_and_indices_of_other_names(tmp_path: Path) -> None:
+    experts = one_by_one(expert_weights())
+    single = write_checkpoint(tmp_path / "single", experts)
+    (single / "model.safetensors").rename(single / "weights.safetensors")
+    sharded = write_checkpoint(tmp_path / "sharded", experts, files=2)
+    (sharded / "model.safetensors.index.json").rename(sharded / "other.safetensors.index.json")
+    for source in (single, sharded):
+        quantize_checkpoint(source, tmp_path / "out" / source.name, "w8a8_int8")
+    one, other = (read_tensors(tmp_path / "out" / name) for name in ("single", "sharded"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_what_lies_in_the_folder_besides(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()))
+    for name in ("modeling.py", "LICENSE", "pytorch_model.bin", "q8.gguf", "pytorch_model.bin.index.json"):
+        (source / name).write_text(name)
+    (source / "onnx").mkdir()
+    quantize_checkpoint(source, tmp_path / "out", "w8a8_int8")
+    copied = {"LICENSE", "modeling.py", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*copied, "config.json", "model.safetensors"}
 
 
 @each_layout
@@ -92,7 +160,7 @@ def test_the_rest_is_copied(scheme: str, ecosystem: str, tmp_path: Path) -> None
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config", None) is not None or ecosystem == "modelslim"
     assert config == json.loads((source / "config.json").read_text())
-    assert written.stored == STORAGES[ecosystem][scheme].stored
+    assert written.stored == LAYOUTS[ecosystem][scheme].stored
     assert written.num_experts == EXPERTS
     kept = sum(tensor.nbytes for tensor in other_tensors().values())
     assert written.kept_bytes == kept
@@ -115,14 +183,14 @@ def test_names_of_what_stays_unquantized(tmp_path: Path) -> None:
         out = tmp_path / f"{scheme}-{ecosystem}"
         quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=_inputs(scheme))
         configs[scheme, ecosystem] = json.loads((out / "config.json").read_text()).get("quantization_config")
-    fp8 = configs["fp8_block", "transformers"]
+    fp8 = configs["fp8_block128", "transformers"]
     assert fp8["modules_to_not_convert"] == stays
     assert (fp8["quant_method"], fp8["weight_block_size"], fp8["activation_scheme"]) == ("fp8", [128, 128], "dynamic")
-    assert configs["nvfp4", "modelopt"]["ignore"] == configs["mxfp4", "compressed_tensors"]["ignore"] == stays
+    assert configs["nvfp4", "modelopt"]["ignore"] == configs["mxfp4_w4a16", "compressed_tensors"]["ignore"] == stays
     legacy = json.loads((tmp_path / "nvfp4-modelopt" / "hf_quant_config.json").read_text())["quantization"]
     assert legacy == {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": stays}
-    types = json.loads((tmp_path / "w4a8-modelslim" / "quant_model_description.json").read_text())
-    tensors = read_tensors(tmp_path / "w4a8-modelslim")
+    types = json.loads((tmp_path / "w4a8_int8-modelslim" / "quant_model_description.json").read_text())
+    tensors = read_tensors(tmp_path / "w4a8_int8-modelslim")
     assert {name: types[name] for name in tensors} == {
         name: "W4A8_DYNAMIC" if name.startswith(MODULE) else "FLOAT" for name in tensors
     }
@@ -136,26 +204,26 @@ def test_nvfp4_scales(tmp_path: Path) -> None:
     modelopt, other = (read_tensors(tmp_path / ecosystem) for ecosystem in WRITABLE["nvfp4"])
     # An expert that saw no token takes the largest of its layer.
     amax = {"gate": (3.0, 4.5, 4.5), "up": (3.0, 4.5, 4.5), "down": (2.0, 8.0, 8.0)}
-    for role in NAMES:
+    for half in NAMES:
         for expert in range(EXPERTS):
-            name = f"{MODULE}.{expert}.{NAMES[role]}"
+            name = f"{MODULE}.{expert}.{NAMES[half]}"
             largest = torch.stack([weights[r][expert].abs().max() for r in ("gate", "up", "down")]).double()
-            weight_amax = largest[2] if role == "down" else largest[:2].max()
+            weight_amax = largest[2] if half == "down" else largest[:2].max()
             assert modelopt[f"{name}.weight_scale_2"].shape == modelopt[f"{name}.input_scale"].shape == ()
             assert modelopt[f"{name}.weight_scale_2"] == (weight_amax / 2688).float()
-            assert modelopt[f"{name}.input_scale"] == torch.tensor(amax[role][expert]).double().div(2688).float()
+            assert modelopt[f"{name}.input_scale"] == torch.tensor(amax[half][expert]).double().div(2688).float()
             assert other[f"{name}.weight_global_scale"].tolist() == [(2688 / weight_amax).float()]
-            assert other[f"{name}.input_global_scale"].tolist() == [torch.tensor(2688 / amax[role][expert]).item()]
+            assert other[f"{name}.input_global_scale"].tolist() == [torch.tensor(2688 / amax[half][expert]).item()]
 
 
 def test_scale_bias_of_w4a8(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
-    quantize_checkpoint(source, tmp_path / "out", "w4a8")
+    quantize_checkpoint(source, tmp_path / "out", "w4a8_int8")
     tensors = read_tensors(tmp_path / "out")
-    for role in NAMES:
-        stored = of_projection(tensors, f"{MODULE}.0.{NAMES[role]}")
-        values = READERS["w4a8", "modelslim"](stored)
-        parts = 16 if role == "down" else 1
+    for half in NAMES:
+        stored = of_projection(tensors, f"{MODULE}.0.{NAMES[half]}")
+        values = READERS["w4a8_int8", "modelslim"](stored)
+        parts = 16 if half == "down" else 1
         want = 8 * values.view(len(values), parts, -1).sum(-1)
         assert stored["scale_bias"].shape == (len(values), parts)
         # One rounding to fp32.
@@ -196,7 +264,7 @@ def test_the_source_is_not_changed_and_files_can_be_read_by_others(tmp_path: Pat
     source = write_checkpoint(tmp_path / "source", fused(expert_weights()))
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     (tmp_path / "out").mkdir()
-    quantize_checkpoint(source, tmp_path / "out", "mxfp4")
+    quantize_checkpoint(source, tmp_path / "out", "mxfp4_w4a16")
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
     assert modes == {(source / "config.json").stat().st_mode & 0o777}

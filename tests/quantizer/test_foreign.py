@@ -21,21 +21,22 @@ from tiny_checkpoints import (
     read_tensors,
     write_checkpoint,
 )
+from tiny_models import write_tiny_qwen
 
 from moe_core.quantizer.checkpoint import quantize_checkpoint
 from moe_core.quantizer.input_amax import ModelInputs
+from moe_core.quantizer.layout import Expert
 from moe_core.quantizer.modelslim import _scale_bias
-from moe_core.quantizer.number_formats import Quantized, nvfp4_global_scale
 from moe_core.quantizer.nvfp4 import pack_nvfp4
-from moe_core.quantizer.packing import pack_pairs
-from moe_core.quantizer.storage import Expert
+from moe_core.quantizer.rounding import Quantized, nvfp4_global_scale
+from moe_core.weights.codes import pack
 
 FOREIGN = Path(__file__).parent / "foreign"
 #: Presets of compressed-tensors, and what each stored format is called.
 COMPRESSED = {
     "w8a8_int8": ("W8A8", "int-quantized"),
     "nvfp4": ("NVFP4", "nvfp4-pack-quantized"),
-    "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized"),
+    "mxfp4_w4a16": ("MXFP4A16", "mxfp4-pack-quantized"),
 }
 
 
@@ -44,12 +45,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of one model by scheme."""
     folder = tmp_path_factory.mktemp("checkpoints")
     # Without zero blocks: writers agree on their codes, and differ in the scales that these never use.
-    weights = {role: torch.where(weight == 0, 0.01, weight) for role, weight in expert_weights().items()}
+    weights = {half: torch.where(weight == 0, 0.01, weight) for half, weight in expert_weights().items()}
     source = write_checkpoint(folder / "source", one_by_one(weights))
     for scheme in COMPRESSED:
         inputs = ModelInputs(default=5.0) if scheme == "nvfp4" else None
         quantize_checkpoint(source, folder / scheme, scheme, ecosystem="compressed_tensors", inputs=inputs)
-    quantize_checkpoint(source, folder / "fp8_block", "fp8_block")
+    quantize_checkpoint(source, folder / "fp8_block128", "fp8_block128")
     return folder
 
 
@@ -115,7 +116,7 @@ def test_compressed_tensors_understands_the_configuration(scheme: str, written: 
 
 def test_transformers_reads_the_same_numbers(written: Path) -> None:
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    ours = read_tensors(written / "source") | read_tensors(written / "fp8_block")
+    ours = read_tensors(written / "source") | read_tensors(written / "fp8_block128")
     stored = of_projection(ours, f"{MODULE}.1.up_proj")
     # Its reader takes whole tiles: the first tile of rows and columns of a tensor that is cut at the edges.
     weight = torch.zeros(128, 256).to(torch.float8_e4m3fn)
@@ -123,7 +124,7 @@ def test_transformers_reads_the_same_numbers(written: Path) -> None:
     values = fp8.Fp8Dequantize(None)._dequantize_one(weight, stored["weight_scale_inv"], torch.float32)
     rows, columns = stored["weight"].shape
     # One fp32 product.
-    want = READERS["fp8_block", "transformers"](stored)
+    want = READERS["fp8_block128", "transformers"](stored)
     torch.testing.assert_close(values[:rows, :columns].double(), want, rtol=1e-7, atol=0)
 
 
@@ -131,7 +132,7 @@ def test_transformers_understands_the_configuration(written: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    config = transformers.FineGrainedFP8Config(**_config(written / "fp8_block"))
+    config = transformers.FineGrainedFP8Config(**_config(written / "fp8_block128"))
     assert config.quant_method == "fp8"
     assert tuple(config.weight_block_size) == (128, 128)
     skip = config.modules_to_not_convert
@@ -148,7 +149,7 @@ def test_transformers_understands_the_configuration(written: Path) -> None:
 def test_modelslim_packs_the_same_bytes() -> None:
     theirs = load_file(FOREIGN / "modelslim.safetensors")
     quantized = Quantized(theirs["codes"], theirs["scale"])
-    assert torch.equal(pack_pairs(quantized.codes, axis=0), theirs["weight"])
+    assert torch.equal(pack(quantized.codes, axis=0), theirs["weight"])
     for name, parts in (("gate_proj", 1), ("down_proj", 16)):
         want = theirs[f"scale_bias.{name}"]
         # Theirs is a sum of fp32 products of up to 7: 64 roundings of at most 6e-8 of its largest partial sum.
@@ -158,10 +159,10 @@ def test_modelslim_packs_the_same_bytes() -> None:
 
 def test_modelopt_packs_the_same_bytes() -> None:
     theirs = load_file(FOREIGN / "modelopt.safetensors")
-    expert = Expert(weights={role: theirs[f"{role}.input"] for role in ("gate", "up")})
-    for role, packed in pack_nvfp4(expert, divides=False).items():
-        assert torch.equal(packed.weight, theirs[f"{role}.weight"])
-        assert torch.equal(packed.scale.view(torch.uint8), theirs[f"{role}.weight_scale"].view(torch.uint8))
+    expert = Expert(weights={half: theirs[f"{half}.input"] for half in ("gate", "up")})
+    for half, packed in pack_nvfp4(expert, divides=False).items():
+        assert torch.equal(packed.weight, theirs[f"{half}.weight"])
+        assert torch.equal(packed.scale.view(torch.uint8), theirs[f"{half}.weight_scale"].view(torch.uint8))
         assert packed.global_scale == theirs["scale_2"]
     largest = torch.maximum(theirs["gate.input"].abs().amax(), theirs["up.input"].abs().amax())
     assert theirs["scale_2"] == nvfp4_global_scale(largest)
@@ -170,22 +171,16 @@ def test_modelopt_packs_the_same_bytes() -> None:
 def test_transformers_loads_mxfp4_experts(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        **sizes, **heads, num_hidden_layers=1, num_experts=3, num_experts_per_tok=2, dtype="bfloat16"
-    )
-    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "source")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "out", "mxfp4")
+    write_tiny_qwen(tmp_path / "source", hidden_size=64, moe_intermediate_size=32, num_experts=3, dtype="bfloat16")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", "mxfp4_w4a16")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     experts, tensors = loaded.model.layers[0].mlp.experts, read_tensors(tmp_path / "out")
     for expert in range(3):
         stored = {
-            role: READERS["mxfp4", "compressed_tensors"](
+            half: READERS["mxfp4_w4a16", "compressed_tensors"](
                 of_projection(tensors, f"model.layers.0.mlp.experts.{expert}.{name}")
             )
-            for role, name in NAMES.items()
+            for half, name in NAMES.items()
         }
         # Exact: a product of two bits and a power of two fits bf16.
         assert torch.equal(experts.gate_up_proj[expert].double(), torch.cat([stored["gate"], stored["up"]]))

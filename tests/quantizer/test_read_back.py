@@ -26,7 +26,7 @@ from moe_core import LayerQuant, LayerRequest
 from moe_core.quant.hf import read_layer
 from moe_core.quantizer.checkpoint import quantize_checkpoint
 from moe_core.quantizer.input_amax import ModelInputs
-from moe_core.quantizer.storages import STORAGES
+from moe_core.quantizer.layouts import LAYOUTS
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import load_experts
 
@@ -60,7 +60,7 @@ def test_read_back(scheme: str, ecosystem: str, tmp_path: Path) -> None:
     inputs = ModelInputs(default=5.0) if scheme == "nvfp4" else None
     quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=inputs)
     stored = read_layer(_configuration(out), MODULE)
-    assert stored.w13 == stored.w2 == STORAGES[ecosystem][scheme].stored
+    assert stored.w13 == stored.w2 == LAYOUTS[ecosystem][scheme].stored
     request = LayerRequest(
         num_experts=EXPERTS,
         top_k=2,

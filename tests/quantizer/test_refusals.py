@@ -31,7 +31,10 @@ def _refused(source: Path, out: Path, error: type[Exception], match: str, scheme
         (lambda t: [t.pop(name) for name in list(t) if f"{MODULE}.1." in name], r"experts \[1\] are missing"),
         (lambda t: t.update({f"{MODULE}.0.gate_proj.bias": torch.zeros(4)}), "gate_proj.bias .* not understood"),
         (lambda t: t.update({f"{MODULE}.0.up_proj.weight": t[f"{MODULE}.0.down_proj.weight"].clone()}), "output x in"),
-        (lambda t: t.update({f"{MODULE}.0.up_proj.weight": torch.zeros(4, 4, dtype=torch.int8)}), "holds I8, expected"),
+        (
+            lambda t: t.update({f"{MODULE}.0.up_proj.weight": torch.zeros(4, 4, dtype=torch.int8)}),
+            "holds torch.int8, expected",
+        ),
         (lambda t: t[f"{MODULE}.2.up_proj.weight"].fill_(torch.nan), "experts.2.up_proj: .* infinities or NaN"),
         (lambda t: t[f"{MODULE}.2.up_proj.weight"][0].fill_(torch.inf), "experts.2.up_proj: .* infinities or NaN"),
     ],
@@ -76,14 +79,14 @@ def test_quantized_already_by_a_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheme", "hidden", "inner", "match"),
     [
-        ("w4a8", 160, 80, None),
-        ("w4a8", 160, 81, "gate: 81 outputs, expected a multiple of 2"),
-        ("w4a8", 160, 88, "down: 88 inputs, expected a multiple of 16"),
+        ("w4a8_int8", 160, 80, None),
+        ("w4a8_int8", 160, 81, "gate: 81 outputs, expected a multiple of 2"),
+        ("w4a8_int8", 160, 88, "down: 88 inputs, expected a multiple of 16"),
         ("nvfp4", 168, 96, "gate: 168 inputs, expected a multiple of 16"),
-        ("mxfp4", 160, 80, "down: 80 inputs, expected a multiple of 32"),
+        ("mxfp4_w4a16", 160, 80, "down: 80 inputs, expected a multiple of 32"),
         ("w8a8_int8", 33, 17, None),
-        ("w4a4", 33, 17, None),
-        ("fp8_block", 33, 17, None),
+        ("w4a4_int4", 33, 17, None),
+        ("fp8_block128", 33, 17, None),
     ],
 )
 def test_sizes(scheme: str, hidden: int, inner: int, match: str | None, tmp_path: Path) -> None:
@@ -102,20 +105,20 @@ def test_out_is_taken(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / "out")
     for call in (quantize_checkpoint, require_quantizable):
         with pytest.raises(SpecError, match="exists and is not an empty folder"):
-            call(source, tmp_path / "out", "mxfp4")  # type: ignore[operator]
+            call(source, tmp_path / "out", "mxfp4_w4a16")  # type: ignore[operator]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
-    _refused(tmp_path / "source", tmp_path / "out", SpecError, "expected model.safetensors.index.json or")
+    _refused(tmp_path / "source", tmp_path / "out", WeightsError, "no safetensors file; expected model.safetensors")
 
 
 def test_a_broken_weight_file(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()))
     (source / "model.safetensors").write_bytes(b"no safetensors")
-    _refused(source, tmp_path / "out", WeightsError, "model.safetensors: not readable as safetensors")
+    _refused(source, tmp_path / "out", WeightsError, "model.safetensors: not a whole safetensors file")
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": 3}'])
@@ -131,10 +134,19 @@ def test_files_that_differ_from_the_index(tmp_path: Path) -> None:
     listed = json.loads(index.read_text())
     listed["weight_map"]["model.lost.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(listed))
-    _refused(source, tmp_path / "out", WeightsError, "no file holds: model.lost.weight")
+    _refused(source, tmp_path / "out", WeightsError, "(?s)disagree.*model.lost.weight: in the index, not in the file")
     listed["weight_map"]["model.lost.weight"] = "model-00003-of-00002.safetensors"
     index.write_text(json.dumps(listed))
-    _refused(source, tmp_path / "out", WeightsError, "model-00003-of-00002.safetensors: not readable")
+    _refused(source, tmp_path / "out", WeightsError, "shards that are not on disk: model-00003-of-00002")
+
+
+def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()), files=2)
+    index = source / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"] = {n: f for n, f in listed["weight_map"].items() if f == "model-00001-of-00002.safetensors"}
+    index.write_text(json.dumps(listed))
+    _refused(source, tmp_path / "out", WeightsError, "the index does not name: model-00002-of-00002")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +163,12 @@ def test_words(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()))
     with pytest.raises(UnknownNameError, match="did you mean 'mxfp4'"):
         quantize_checkpoint(source, tmp_path / "out", "mxfp5")
-    with pytest.raises(SpecError, match="'w4a8' is written for modelslim, not for 'modelopt'"):
-        quantize_checkpoint(source, tmp_path / "out", "w4a8", ecosystem="modelopt")
+    with pytest.raises(SpecError, match="'w4a8_int8' is written for modelslim, not for 'modelopt'"):
+        quantize_checkpoint(source, tmp_path / "out", "w4a8_int8", ecosystem="modelopt")
     with pytest.raises(SpecError, match="needs `inputs`"):
         quantize_checkpoint(source, tmp_path / "out", "nvfp4")
     with pytest.raises(SpecError, match="takes no `inputs`"):
-        quantize_checkpoint(source, tmp_path / "out", "mxfp4", inputs=ModelInputs(default=1.0))
+        quantize_checkpoint(source, tmp_path / "out", "mxfp4_w4a16", inputs=ModelInputs(default=1.0))
 
 
 def test_inputs_that_were_not_measured(tmp_path: Path) -> None:

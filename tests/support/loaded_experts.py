@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from stored_experts import E2M1, Stored, meaning, spread
 
 from moe_core import LayerRequest, RawWeights
 from moe_core.payloads import Tensor
-from moe_core.quant import WHOLE, LayerQuant, QuantScheme, StoredLayer, StoredScheme
+from moe_core.quant import FP8_BLOCK128, W4A16_INT4_G32, WHOLE, LayerQuant, QuantScheme, StoredLayer, StoredScheme
 from moe_core.weights.expected import check_weights
+
+#: Schemes of which several blocks go into a small layer.
+TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
+INT4_GROUPS = W4A16_INT4_G32
+INT4_ZEROS = attrs.evolve(INT4_GROUPS, zero_point=True)
 
 
 def make_request(scheme: QuantScheme | LayerQuant, inner: int = 96, **more: Any) -> LayerRequest:
@@ -46,18 +52,16 @@ def values_of(tensors: dict[str, Tensor], request: LayerRequest, name: str) -> T
     scale = meaning(tensors[f"{name}_scale"])
     zero = tensors.get(f"{name}_zero_point")
     out = torch.empty_like(codes)
-    for e in range(count):
+
+    def by_element(stored: Tensor) -> Tensor:
         if scheme.weight_block == (WHOLE, WHOLE):
-            halves = scale.shape[1]
-            factor = scale[e].repeat_interleave(rows // halves)[:, None]
-        else:
-            table = scale[e][:, None] if scale.dim() == 2 else scale[e]
-            factor = spread(table, scheme.weight_block, rows, columns)
-        shift = 0.0
-        if zero is not None:
-            points = zero[e][:, None] if zero.dim() == 2 else zero[e]
-            shift = spread(points.double(), scheme.weight_block, rows, columns)
-        out[e] = (codes[e] - shift) * factor
+            times, alternate = rows // len(stored), request.activation.row_order == "interleaved" and name == "w13"
+            return (stored.repeat(times) if alternate else stored.repeat_interleave(times))[:, None]
+        return spread(stored[:, None] if stored.dim() == 1 else stored, scheme.weight_block, rows, columns)
+
+    for e in range(count):
+        shift = 0.0 if zero is None else by_element(zero[e].double())
+        out[e] = (codes[e] - shift) * by_element(scale[e])
     if scheme.global_scale:
         outer = tensors[f"{name}_global_scale"].double().reshape(count, -1)
         out = out * outer.repeat_interleave(rows // outer.shape[1], dim=1)[..., None]

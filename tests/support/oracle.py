@@ -51,7 +51,8 @@ def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
 def layer(x: Tensor, ids: Tensor, weights: Tensor, params: dict[str, Any], spec: ActivationSpec) -> Tensor:
     """The layer's definition; `params` as made by `make_params`.
 
-    Optional besides: `post_norm`, `weight_on_input`, and the rounding of all slots' inputs, `round_w13` and `round_w2`.
+    Optional besides: `post_norm`, `weight_on_input`, and the rounding of all slots' inputs, `round_w13` and `round_w2`,
+    which get the rows and the expert of each.
     """
     slots = [(t, k, int(ids[t, k])) for t in range(x.shape[0]) for k in range(ids.shape[1]) if ids[t, k] >= 0]
     result = torch.zeros(x.shape, dtype=torch.float64)
@@ -68,7 +69,8 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, params: dict[str, Any], spec:
 
 
 def _linear(rows: Tensor, number: str, experts: list[int], params: dict[str, Any]) -> Tensor:
-    rows = params.get(f"round_w{number}", Tensor.double)(rows)
+    rounding = params.get(f"round_w{number}")
+    rows = rows.double() if rounding is None else rounding(rows, experts)
     results = torch.stack([params[f"w{number}"][e].double() @ row for e, row in zip(experts, rows, strict=True)])
     bias = params.get(f"b{number}")
     return results if bias is None else results + bias[experts].double()

@@ -36,12 +36,14 @@ from moe_core.payloads import Tensor
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
-    MXFP4_W4A16,
+    FP8_TENSOR_W8A16,
     NVFP4,
     NVFP4_W4A16,
+    PER_TENSOR,
     SCHEMES,
     W4A4_INT4,
     W4A8_INT8,
+    W4A16_INT4_G32,
     W8A8_INT8,
     WHOLE,
     LayerQuant,
@@ -60,30 +62,23 @@ def _rounding(weight: QuantScheme, dtype: str, group: int, scale: str = "fp32", 
     )
 
 
-_FP8_TENSOR = _weights("fp8", (WHOLE, WHOLE))
-_INT4_GROUPS = _weights("int4", (1, 32))
 #: Every named quantized scheme, and schemes without a name: other tiles, groups, scales, zero points, mixtures.
 QUANTS: dict[str, LayerQuant] = {
     name: LayerQuant.of(scheme)
     for name, scheme in {
         **{name: scheme for name, scheme in SCHEMES.items() if scheme.is_quantized},
-        "fp8_row_per_token": _rounding(_weights("fp8", (1, WHOLE)), "fp8", WHOLE),
         "fp8_row_weights": _weights("fp8", (1, WHOLE), "bf16"),
-        "fp8_tensor_static": _rounding(_FP8_TENSOR, "fp8", 0, how="static"),
-        "fp8_tensor_dynamic": _rounding(_FP8_TENSOR, "fp8", 0),
+        "fp8_tensor_dynamic": _rounding(FP8_TENSOR_W8A16, "fp8", PER_TENSOR),
         "fp8_tile_ue8m0": _rounding(_weights("fp8", (32, 24), "e8m0"), "fp8", 24, "e8m0"),
         "int8_groups": _weights("int8", (1, 32)),
         "int8_row_static": _rounding(_weights("int8", (1, WHOLE)), "int8", WHOLE, how="static"),
         "int8_row_zero": _rounding(_weights("int8", (1, WHOLE), zero_point=True), "int8", WHOLE),
         "int8_tensor_zero": _weights("int8", (WHOLE, WHOLE), zero_point=True),
-        "int4_groups": _INT4_GROUPS,
         "int4_groups_bf16": _weights("int4", (1, 20), "bf16"),
-        "int4_groups_zero": attrs.evolve(_INT4_GROUPS, zero_point=True),
+        "int4_groups_zero": attrs.evolve(W4A16_INT4_G32, zero_point=True),
         "int4_row_zero": _weights("int4", (1, WHOLE), zero_point=True),
-        "w4a8_groups": _rounding(_INT4_GROUPS, "int8", WHOLE),
-        "w4afp8": _rounding(_INT4_GROUPS, "fp8", 0, how="static"),
-        "mxfp4": _rounding(MXFP4_W4A16, "fp4", 32, "e8m0"),
-        "mxfp4_w4a8": _rounding(MXFP4_W4A16, "fp8", 32, "e8m0"),
+        "w4a8_groups": _rounding(W4A16_INT4_G32, "int8", WHOLE),
+        "w4afp8": _rounding(W4A16_INT4_G32, "fp8", PER_TENSOR, how="static"),
         "fp4_row_global": _weights("fp4", (1, WHOLE), global_scale=True),
         "nvfp4_w4a8": _rounding(NVFP4_W4A16, "fp8", WHOLE),
     }.items()
@@ -202,16 +197,25 @@ def _spread(factors: Tensor, scheme: QuantScheme, shape: torch.Size, activation:
 
 
 # ---- activations -----------------------------------------------------------------------------------------------
-def rounding(scheme: QuantScheme, input_scale: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """The values that a GEMM of `scheme` sees for all rows of a batch, in float64."""
+def rounding(scheme: QuantScheme, input_scale: Tensor | None = None) -> Callable[[Tensor, list[int] | Tensor], Tensor]:
+    """The values that a GEMM of `scheme` sees for all rows of a batch and the experts of these rows, in float64."""
     if scheme.activation_dtype == "same":
-        return Tensor.double
-    static = None if input_scale is None else float(input_scale.max())
-    return lambda x: round_exactly(x, scheme, static)[0]
+        return lambda x, experts: x.double()
+    if input_scale is None:
+        return lambda x, experts: round_exactly(x, scheme, None)[0]
+    scales = input_scale.tolist()
+
+    def by_expert(x: Tensor, experts: list[int] | Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=torch.float64)
+        for row, expert in enumerate(experts):
+            out[row] = round_exactly(x[row : row + 1], scheme, scales[expert])[0]
+        return out
+
+    return by_expert
 
 
 def round_exactly(x: Tensor, scheme: QuantScheme, input_scale: float | None) -> tuple[Tensor, Tensor]:
-    """Rounded float64 values, and the scale of every one of them."""
+    """Rounded float64 values, and the scale of every one of them; `input_scale` is that of all rows."""
     word, group, width = scheme.activation_dtype, int(scheme.activation_group), x.shape[1]
     x = x.double()
     if input_scale is not None and scheme.activation_scale == "e4m3":

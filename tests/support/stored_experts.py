@@ -14,6 +14,8 @@ from moe_core import LayerRequest
 from moe_core.payloads import Tensor
 from moe_core.quant import WHOLE, QuantScheme
 
+#: Where the experts of a written layer lie.
+MODULE = "model.layers.0.mlp.experts"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
@@ -124,7 +126,9 @@ def packed(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> 
         "weight_scale": scale,
         "weight_shape": torch.tensor([rows, columns]),
     }
-    if scheme.zero_point:
+    if scheme.zero_point and scheme.weight_block == (WHOLE, WHOLE):
+        tensors["weight_zero_point"] = (zeros.flatten() - 2 ** (bits - 1)).to(torch.int8)
+    elif scheme.zero_point:
         tensors["weight_zero_point"] = words(zeros, 0, bits)
     return Matrix(tensors, values)
 
@@ -257,7 +261,7 @@ def write_layer(
     request: LayerRequest,
     storages: tuple[str, str],
     *,
-    module: str = "model.layers.0.mlp.experts",
+    module: str = MODULE,
     words_used: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     seed: int = 0,
     shards: int = 1,

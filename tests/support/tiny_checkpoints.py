@@ -20,13 +20,13 @@ MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def expert_weights(seed: int = 0, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, torch.Tensor]:
-    """Role -> bf16 `[E, N, K]`; gate and up differ in size, and one row and one block of 32 are zeros."""
+    """Half -> bf16 `[E, N, K]`; gate and up differ in size, and one row and one block of 32 are zeros."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     sizes = {"gate": 0.1, "up": 0.4, "down": 0.05}
     weights = {
-        role: (torch.randn(EXPERTS, *shape, generator=generator) * sizes[role]).bfloat16()
-        for role, shape in shapes.items()
+        half: (torch.randn(EXPERTS, *shape, generator=generator) * sizes[half]).bfloat16()
+        for half, shape in shapes.items()
     }
     for weight in weights.values():
         weight[1, 2] = 0
@@ -51,8 +51,8 @@ def other_tensors() -> Tensors:
 def one_by_one(weights: Mapping[str, torch.Tensor], names: Mapping[str, str] = NAMES) -> Tensors:
     """Every expert's projections as tensors of their own."""
     return {
-        f"{MODULE}.{expert}.{names[role]}.weight": weight[expert].clone()
-        for role, weight in weights.items()
+        f"{MODULE}.{expert}.{names[half]}.weight": weight[expert].clone()
+        for half, weight in weights.items()
         for expert in range(len(weight))
     }
 
@@ -123,14 +123,14 @@ def _mxfp4(t: Tensors) -> torch.Tensor:
 
 #: (scheme, ecosystem) -> what follows a projection's name, as tensors -> float64 `[N, K]`.
 READERS: dict[tuple[str, str], Callable[[Tensors], torch.Tensor]] = {
-    ("fp8_block", "transformers"): _fp8,
+    ("fp8_block128", "transformers"): _fp8,
     ("w8a8_int8", "compressed_tensors"): _int8,
     ("w8a8_int8", "modelslim"): _int8,
-    ("w4a8", "modelslim"): _int4_rows,
-    ("w4a4", "modelslim"): _int8,
+    ("w4a8_int8", "modelslim"): _int4_rows,
+    ("w4a4_int4", "modelslim"): _int8,
     ("nvfp4", "modelopt"): _nvfp4_modelopt,
     ("nvfp4", "compressed_tensors"): _nvfp4_compressed_tensors,
-    ("mxfp4", "compressed_tensors"): _mxfp4,
+    ("mxfp4_w4a16", "compressed_tensors"): _mxfp4,
 }
 
 

@@ -14,6 +14,9 @@ from moe_core.weights.checkpoint import INDEX_FILE, Checkpoint
 TENSORS = {f"t{i}": torch.randn(6, 4) for i in range(6)}
 
 
+OTHER_INDEX = "quant_model_weights.safetensors.index.json"
+
+
 def edit_index(folder: Path, **changes: str | None) -> None:
     file = folder / INDEX_FILE
     index = json.loads(file.read_text())
@@ -45,7 +48,7 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
 
 def test_an_index_of_another_name(tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 2)
-    (tmp_path / INDEX_FILE).rename(tmp_path / "quant_model_weights.safetensors.index.json")
+    (tmp_path / INDEX_FILE).rename(tmp_path / OTHER_INDEX)
     assert torch.equal(Checkpoint(tmp_path).read("t5"), TENSORS["t5"])
 
 
@@ -68,6 +71,16 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 2)
     (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(WeightsError, match="2 safetensors files and no index"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.error_path
+def test_several_indexes(tmp_path: Path) -> None:
+    save(tmp_path, TENSORS, 2)
+    (tmp_path / OTHER_INDEX).write_bytes((tmp_path / INDEX_FILE).read_bytes())
+    Checkpoint(tmp_path)
+    (tmp_path / INDEX_FILE).rename(tmp_path / f"another_{INDEX_FILE}")
+    with pytest.raises(WeightsError, match=rf"several indexes \(another_{INDEX_FILE}, {OTHER_INDEX}\); expected one"):
         Checkpoint(tmp_path)
 
 
@@ -108,10 +121,12 @@ def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.error_path
-def test_an_index_that_names_tensors_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [INDEX_FILE, OTHER_INDEX])
+def test_an_index_that_names_tensors_elsewhere(index: str, tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 2)
     edit_index(tmp_path, t9="model-00001-of-00002.safetensors", t2=None)
-    with pytest.raises(WeightsError, match="disagree") as caught:
+    (tmp_path / INDEX_FILE).rename(tmp_path / index)
+    with pytest.raises(WeightsError, match=rf"{index} and model-00001-of-00002.safetensors disagree") as caught:
         Checkpoint(tmp_path).shape("t0")
     assert "t9: in the index, not in the file" in str(caught.value)
     assert "t2: in the file, not in the index" in str(caught.value)

@@ -5,8 +5,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from loaded_experts import check, make_request, stored_layer, values_of, wanted_share
-from stored_experts import WRITERS, save, write_layer
+from loaded_experts import INT4_GROUPS, INT4_ZEROS, TILES, check, make_request, stored_layer, values_of, wanted_share
+from stored_experts import MODULE, WRITERS, save, write_layer
 
 from moe_core.errors import WeightsError
 from moe_core.quant import (
@@ -26,15 +26,16 @@ from moe_core.quant import (
     StoredScheme,
 )
 from moe_core.weights.checkpoint import Checkpoint
+from moe_core.weights.expected import check_weights
 from moe_core.weights.loading import cut, load_experts, load_matrix
 
-MODULE = "model.layers.0.mlp.experts"
-
-TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
 PER_TENSOR = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE), activation_scaling="static", activation_group=0)
-INT4_GROUPS = QuantScheme(weight_dtype="int4", weight_block=(1, 32), weight_scale="fp32")
+INT8_GROUPS = attrs.evolve(INT4_GROUPS, weight_dtype="int8")
 INT8_ZEROS = attrs.evolve(INT4_GROUPS, weight_dtype="int8", zero_point=True)
-INT4_ZEROS = attrs.evolve(INT4_GROUPS, zero_point=True)
+INT8_TENSOR = attrs.evolve(INT8_ZEROS, weight_block=(WHOLE, WHOLE), zero_point=False)
+INT8_TENSOR_ZERO = attrs.evolve(INT8_TENSOR, zero_point=True)
+INT4_TENSOR_ZERO = attrs.evolve(INT8_TENSOR_ZERO, weight_dtype="int4")
+INT8_ROW_ZERO = attrs.evolve(INT8_ZEROS, weight_block=(1, WHOLE))
 
 CASES = [
     ("plain", BF16),
@@ -48,6 +49,11 @@ CASES = [
     ("compressed_tensors_packed", INT4_ZEROS),
     ("compressed_tensors_packed", W4A8_INT8),
     ("compressed_tensors_packed", INT8_ZEROS),
+    ("compressed_tensors_packed", INT8_TENSOR),
+    ("compressed_tensors_packed", INT8_TENSOR_ZERO),
+    ("compressed_tensors_packed", INT4_TENSOR_ZERO),
+    ("compressed_tensors_packed", INT8_ROW_ZERO),
+    ("gptq", INT8_GROUPS),
     ("gptq", INT8_ZEROS),
     ("compressed_tensors_nvfp4", NVFP4),
     ("compressed_tensors_nvfp4", NVFP4_W4A16),
@@ -88,6 +94,16 @@ def test_experts_of_one_rank(storage: str, scheme: QuantScheme, tmp_path: Path) 
         with Checkpoint(tmp_path) as checkpoint:
             weights = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), ep_rank=rank)
         check(weights, request, wanted_share(stored, request, request.local_experts(rank), 0))
+
+
+@pytest.mark.parametrize(("storage", "scheme"), CASES, ids=IDS)
+def test_a_rank_without_experts(storage: str, scheme: QuantScheme, tmp_path: Path) -> None:
+    request = make_request(scheme, ep_size=4)
+    write_layer(tmp_path, request, (storage, storage))
+    with Checkpoint(tmp_path) as checkpoint:
+        weights = load_experts(checkpoint, MODULE, request, stored_layer(request, storage), ep_rank=3)
+        assert checkpoint.bytes_read == 0
+    check_weights(weights, request, 0)
 
 
 @pytest.mark.parametrize(("storage", "scheme"), CASES, ids=IDS)
@@ -136,8 +152,8 @@ def test_a_matrix_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("storage", "scheme"),
-    [(storage, scheme) for storage, scheme in CASES if scheme in (INT4_ZEROS, INT8_ZEROS)],
-    ids=lambda value: value if isinstance(value, str) else value.weight_dtype,
+    [(storage, scheme) for storage, scheme in CASES if scheme.zero_point],
+    ids=lambda value: value if isinstance(value, str) else str(value),
 )
 def test_padding_inside_a_group_means_zero(storage: str, scheme: QuantScheme, tmp_path: Path) -> None:
     # The last of four shares has 14 channels in a group of 16 whose zero point is not the code 0.

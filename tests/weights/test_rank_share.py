@@ -8,18 +8,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from loaded_experts import check, make_request, stored_layer, wanted_share
+from loaded_experts import TILES, check, make_request, stored_layer, wanted_share
 from safetensors.torch import save_file
-from stored_experts import save, write_layer
+from stored_experts import MODULE, save, write_layer
 
 from moe_core.placement import ExpertPlacement
 from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, W4A8_INT8, W8A8_INT8, LayerQuant, StoredLayer, StoredScheme
 from moe_core.weights.bands import StoredLayout
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import cut, load_experts
-
-MODULE = "model.layers.0.mlp.experts"
-TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
 
 
 def with_biases(folder: Path, tensors: dict[str, torch.Tensor], inner: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from loaded_experts import check, make_request, stored_layer, wanted_share
-from stored_experts import save, write_layer
+from loaded_experts import INT4_GROUPS, TILES, check, make_request, stored_layer, wanted_share
+from stored_experts import MODULE, save, write_layer
 
 from moe_core.errors import SpecError, WeightsError
 from moe_core.payloads import Tensor
 from moe_core.quant import (
     BF16,
-    FP8_BLOCK128,
     MXFP4_W4A16,
     MXFP8,
     NVFP4,
@@ -29,11 +28,6 @@ from moe_core.quant import (
 from moe_core.request import LayerRequest
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import cut, load_experts
-
-MODULE = "model.layers.0.mlp.experts"
-TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
-INT4 = QuantScheme(weight_dtype="int4", weight_block=(1, 32), weight_scale="fp32")
-INT4_ZEROS = attrs.evolve(INT4, zero_point=True)
 
 Change = Callable[[dict[str, Tensor]], Any]
 
@@ -139,8 +133,8 @@ def float_scales(factor: float) -> Change:
 @pytest.mark.parametrize(
     ("storage", "scheme", "change", "match"),
     [
-        ("gptq", INT4, act_order, "1.gate_proj.g_idx: the groups follow the order of activations"),
-        ("gptq", INT4, raise_zeros, "these are not all zero; a storage of the other GPTQ format?"),
+        ("gptq", INT4_GROUPS, act_order, "1.gate_proj.g_idx: the groups follow the order of activations"),
+        ("gptq", INT4_GROUPS, raise_zeros, "these are not all zero; a storage of the other GPTQ format?"),
         ("modelslim_w8a8", W8A8_INT8, set_offset, "2.up_proj.weight_offset: offsets that are not zero"),
         ("modelslim_w4a4", W4A4_INT4, large_code, "2.up_proj.weight: values outside -8..7"),
         ("scaled", MXFP8, float_scales(1.5), "0.gate_proj.weight_scale_inv: the scheme has scales that are powers of"),
@@ -190,7 +184,7 @@ def test_input_scales_that_the_layer_does_not_use_are_left(tmp_path: Path) -> No
 
 @pytest.mark.error_path
 @pytest.mark.parametrize(
-    ("scheme", "inner", "tp_size"), [(MXFP4_W4A16, 15, 1), (INT4, 30, 2)], ids=["an odd width", "an odd share"]
+    ("scheme", "inner", "tp_size"), [(MXFP4_W4A16, 15, 1), (INT4_GROUPS, 30, 2)], ids=["an odd width", "an odd share"]
 )
 def test_half_bytes(scheme: QuantScheme, inner: int, tp_size: int, tmp_path: Path) -> None:
     save(tmp_path, {f"{MODULE}.0.{word}.weight": torch.zeros(2) for word in ("gate_proj", "up_proj", "down_proj")})

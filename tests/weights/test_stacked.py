@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from loaded_experts import check, make_request, stored_layer, values_of, wanted_share
-from stored_experts import WRITERS, Stored, save
+from loaded_experts import TILES, check, make_request, stored_layer, values_of, wanted_share
+from stored_experts import MODULE, WRITERS, Stored, save
 
 from moe_core import LayerRequest
 from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
@@ -19,10 +19,9 @@ from moe_core.weights.bands import StoredLayout
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import cut, load_experts
 
-MODULE = "model.layers.0.mlp.experts"
-TILES = attrs.evolve(FP8_BLOCK128, weight_block=(32, 32))
 CHANNEL = attrs.evolve(FP8_BLOCK128, weight_block=(1, WHOLE))
 TENSOR = attrs.evolve(FP8_BLOCK128, weight_block=(WHOLE, WHOLE), activation_scaling="static", activation_group=0)
+TENSOR_ZERO = QuantScheme(weight_dtype="int8", weight_block=(WHOLE, WHOLE), weight_scale="fp32", zero_point=True)
 INTERLEAVED = attrs.evolve(SWIGLU_OAI, row_order="interleaved")
 
 SPELLINGS: dict[str, Any] = {
@@ -87,8 +86,14 @@ def check_ranks(folder: Path, request: LayerRequest, storage: str, stored: Store
 @pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize(
     ("storage", "scheme"),
-    [("plain", BF16), ("scaled", CHANNEL), ("packed_fp4", MXFP4_W4A16), ("scaled", TENSOR)],
-    ids=["bf16", "channel", "fp4", "tensor"],
+    [
+        ("plain", BF16),
+        ("scaled", CHANNEL),
+        ("packed_fp4", MXFP4_W4A16),
+        ("scaled", TENSOR),
+        ("compressed_tensors_packed", TENSOR_ZERO),
+    ],
+    ids=["bf16", "channel", "fp4", "tensor", "tensor_zero"],
 )
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_orders_and_orientations(
@@ -219,6 +224,29 @@ def test_scales_of_whole_matrices(order: str, shape: tuple[int, ...], tmp_path: 
     wanted = halves.flip(1) if order == "up_gate" else halves
     assert torch.equal(loaded["w13_scale"], wanted.expand(3, 2))
     assert torch.equal(loaded["w2_scale"], torch.full((3, 1), 0.5))
+
+
+@pytest.mark.parametrize("layout", [StoredLayout(), StoredLayout(rows="up_gate")], ids=str)
+@pytest.mark.parametrize("kept", [False, True])
+def test_zero_points_of_both_halves(layout: StoredLayout, kept: bool, tmp_path: Path) -> None:
+    activation = INTERLEAVED if kept else SWIGLU
+    request = make_request(TENSOR_ZERO, 31, tp_size=2, activation=activation)
+    points = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int8)
+    full = {
+        "w13": torch.zeros(3, 62, 64, dtype=torch.int8),
+        "w13_scale": torch.ones(3, 2),
+        "w13_zero_point": points,
+        "w2": torch.zeros(3, 64, 31, dtype=torch.int8),
+        "w2_scale": torch.ones(3, 1),
+        "w2_zero_point": torch.full((3, 1), 7, dtype=torch.int8),
+    }
+    tensors = cut(full, request, 1, layout=layout)
+    wanted = points.flip(1) if layout.rows == "up_gate" else points
+    assert torch.equal(tensors["w13_zero_point"], wanted)
+    # The last of each half's 16 rows is padding: a code that means zero.
+    padding = tensors["w13"][:, [30, 31] if kept else [15, 31]]
+    assert torch.equal(padding, wanted[..., None].expand(3, 2, 64))
+    assert torch.equal(tensors["w2"][:, :, 15], torch.full((3, 64), 7, dtype=torch.int8))
 
 
 @pytest.mark.error_path

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from moe_core.backends.torch.plugin import WEIGHT_LAYOUT
-from moe_core.kernels.number_formats import scale_values
+from moe_core.kernels.scale_tensors import scale_tensors
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import QuantScheme
 
 
 def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
@@ -41,29 +39,10 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
 
 def _projection(name: str, scheme: QuantScheme, raw: dict[str, Tensor], interleaved: bool) -> dict[str, PreparedTensor]:
     """What `StoredLinear` and its rounder need of one projection."""
-    num_rows = raw[name].shape[1]
-    whole_rows = scheme.weight_block in ((1, WHOLE), (WHOLE, WHOLE))
     prepared = {name: PreparedTensor(data=raw[name], owned=False)}
-    scale, zero_point = raw.get(f"{name}_scale"), raw.get(f"{name}_zero_point")
-    shared = [raw.get(f"{name}_global_scale"), scale if whole_rows else None]
-    factors = [_by_row(scale_values(factor), num_rows, interleaved) for factor in shared if factor is not None]
-    if factors:
-        prepared[f"{name}_output_scale"] = PreparedTensor(data=torch.stack(factors).prod(0))
-    if scale is not None and not whole_rows:
-        # Exponent bytes come in two dtypes; one of them here, or a reload with the other would convert numbers.
-        data = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
-        prepared[f"{name}_scale"] = PreparedTensor(data=data, owned=False)
-    if zero_point is not None:
-        data = _by_row(zero_point, num_rows, interleaved)[..., None] if whole_rows else zero_point
-        prepared[f"{name}_zero_point"] = PreparedTensor(data=data, owned=whole_rows)
+    for word, data in scale_tensors(name, scheme, raw, interleaved=interleaved).items():
+        computed = word == "output_scale" or scheme.scales_whole_rows
+        prepared[f"{name}_{word}"] = PreparedTensor(data=data, owned=computed)
     if (input_scale := raw.get(f"{name}_input_scale")) is not None:
-        # One scale for all experts: a token is rounded once, before it is known which expert reads it.
-        prepared[f"{name}_input_scale"] = PreparedTensor(data=input_scale.max(), expert_axis=None)
+        prepared[f"{name}_input_scale"] = PreparedTensor(data=input_scale, owned=False)
     return prepared
-
-
-def _by_row(stored: Tensor, num_rows: int, interleaved: bool) -> Tensor:
-    """`[L]`, `[L, 1]`, `[L, 2]` (gate, up) or `[L, num_rows]` -> `[L, num_rows]`: gate and up each keep their own."""
-    halves = stored.reshape(stored.shape[0], -1)
-    times = num_rows // halves.shape[1]
-    return halves.repeat(1, times) if interleaved else halves.repeat_interleave(times, dim=1)

@@ -177,8 +177,9 @@ class TritonExperts:
         return self.table.choose(num_slots, self.num_experts, self.halves, columns)
 
     def _rows_of_tokens(self, hidden_states: Tensor, slots: SortedSlots, weights: Tensor, pair: TilePair) -> Tensor:
-        if self.weight_on_input:
-            rows = gather_rows(hidden_states, slots, weights.contiguous())
+        if self.weight_on_input or self.w13.input_scale is not None:
+            # What a row is multiplied or divided by depends on its slot, so that a token is several rows.
+            rows = gather_rows(hidden_states, slots, weights.contiguous() if self.weight_on_input else None)
             inside = self._first(rows, slots.tiles, pair)
         else:
             inside = self._first(hidden_states, slots.tiles, pair, slots)

@@ -24,7 +24,7 @@ class Projection:
         is_plain: Whether they are unquantized.
         rounds_to: dtype of the codes that rows are rounded to first, None for rows as they are.
         group: Channels that share a scale of those codes, 0 for all.
-        input_scale: fp32 scalar, the scale of all of them if it is static, or None.
+        input_scale: fp32 `[L]`, the scale of all of them if it is static, or None.
     """
 
     weight: GroupedWeight
@@ -34,7 +34,10 @@ class Projection:
     input_scale: Tensor | None
 
     def rounded(self, rows: Tensor, tiles: RowTiles | None) -> tuple[Tensor, Tensor | None]:
-        """`rows` as the GEMM reads them and their scales, one per block of the weight; only those of `tiles`."""
+        """`rows` as the GEMM reads them and their scales, one per block of the weight; only those of `tiles`.
+
+        Static scales are those of experts, so that they need `tiles`.
+        """
         if self.rounds_to is None:
             return rows, None
         return quantize_rows(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from moe_core.errors import MoeCoreError, WeightsError
-from moe_core.kernels.dequantize import WeightReader, num_columns
+from moe_core.kernels.expert_weights import ExpertLinear
+from moe_core.kernels.scale_tensors import scale_tensors
 from moe_core.payloads import TORCH_DTYPES, Tensor
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import QuantScheme
 from moe_core.quant.hf import read_scheme
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import load_matrix
@@ -20,7 +21,6 @@ _CACHE_SCALES = ("k_scale", "v_scale")
 #: Names of packed weights, which never hold floats.
 _PACKED = ("weight_packed", "qweight")
 _FLOATS = tuple(TORCH_DTYPES.values())
-_WHOLE_ROWS = ((1, WHOLE), (WHOLE, WHOLE))
 
 
 def read_dense(
@@ -28,7 +28,7 @@ def read_dense(
     names: Iterable[str],
     quantization: Mapping[str, Any] | None,
     dtype: str,
-    progress: Callable[[], None],
+    progress: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """The tensors called `names`, by the names that an unquantized checkpoint has for them.
 
@@ -39,7 +39,7 @@ def read_dense(
         names: Names outside the quantized experts.
         quantization: The configuration that says how they are stored.
         dtype: Word of the model's dtype.
-        progress: Called after each tensor.
+        progress: Called after each matrix or other tensor with the bytes that it took in the checkpoint.
 
     Raises:
         WeightsError: Lists every quantized matrix whose storage is not understood.
@@ -48,10 +48,14 @@ def read_dense(
     quantized = tuple(sorted({name.rpartition(".")[0] for name in wanted if _is_quantized(checkpoint, name)}))
     inside = {name for name in wanted if name.rpartition(".")[0] in quantized}
     tensors, problems = {}, []
+    stored_in = {module: 0 for module in quantized}
+    for name in inside:
+        if not name.endswith(".bias"):
+            stored_in[name.rpartition(".")[0]] += checkpoint.nbytes(name)
     for name in wanted:
         if name not in inside or name.endswith(".bias"):
             tensors[name] = checkpoint.read(name)
-            progress()
+            progress(checkpoint.nbytes(name))
     for module in quantized:
         try:
             stored = read_scheme(quantization, module, dtype)
@@ -63,7 +67,7 @@ def read_dense(
             problems.append(f"{listed}: {error}")
             continue
         tensors[f"{module}.weight"] = values.to(TORCH_DTYPES[dtype])
-        progress()
+        progress(stored_in[module])
     if problems:
         title = "quantized tensors outside the experts that are not understood; nothing was loaded:"
         raise WeightsError("\n  ".join([f"{checkpoint.path}: {title}", *problems]))
@@ -72,15 +76,10 @@ def read_dense(
 
 def dequantize(tensors: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
     """The values `[N, K]` of a matrix as `load_matrix` gives it, in fp32."""
-    block = scheme.weight_block
-    scale, zero_point = tensors.get("w2_scale"), tensors.get("w2_zero_point")
-    if block in _WHOLE_ROWS:
-        scale, zero_point = (None if stored is None else stored[..., None] for stored in (scale, zero_point))
-    scale, zero_point = (None if stored is None else stored[0] for stored in (scale, zero_point))
-    weight, tile = tensors["w2"][0], block if isinstance(block, tuple) else (1, WHOLE)
-    out = torch.empty(weight.shape[0], num_columns(weight, scheme.weight_dtype))
-    WeightReader.of(weight, scheme.weight_dtype, tile, scale, zero_point).read(out, 0)
-    return out.mul_(tensors["w2_global_scale"]) if scheme.global_scale else out
+    linear = ExpertLinear.of(scheme, tensors["w2"], **scale_tensors("w2", scheme, tensors))
+    out = torch.empty(linear.num_outputs, linear.num_inputs)
+    linear.reader(0).read(out, 0)
+    return out if linear.output_scale is None else out.mul_(linear.output_scale[0][:, None])
 
 
 def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:

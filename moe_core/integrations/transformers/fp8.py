@@ -21,7 +21,7 @@ import attrs
 import torch
 
 from moe_core.payloads import Tensor
-from moe_core.quant import WHOLE, LayerQuant, QuantScheme
+from moe_core.quant import PER_TENSOR, WHOLE, LayerQuant, QuantScheme
 
 _ACTIVATION_SCHEMES = ("dynamic", "static")
 _WEIGHTS = {torch.float8_e4m3fn: "fp8", torch.int8: "fp4"}
@@ -108,7 +108,7 @@ def canonical_view(name: str, tensor: Tensor, quant: LayerQuant) -> Tensor:
     if tensor.dtype == torch.int8:
         return tensor.view(torch.uint8)
     scheme = {"w13_scale": quant.w13, "w2_scale": quant.w2}.get(name)
-    return tensor.flatten(1) if scheme is not None and scheme.weight_block == (WHOLE, WHOLE) else tensor
+    return tensor.flatten(1) if scheme is not None and scheme.is_per_tensor else tensor
 
 
 def _tensor_problems(form: Fp8Format, name: str, weight: Tensor, scale: Tensor) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _scheme(form: Fp8Format, weight: Tensor, scale: Tensor, halves: int) -> Quan
         weight_scale=scale_dtype,
         activation_dtype="fp8",
         activation_scaling="static" if is_static else "dynamic",
-        activation_group=0 if is_static else columns,
+        activation_group=PER_TENSOR if is_static else columns,
         # The format of scales is one statement about both: checkpoints with power-of-two scales were made for it.
         activation_scale="fp32" if is_static else scale_dtype,
     )

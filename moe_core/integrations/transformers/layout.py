@@ -14,6 +14,7 @@ from moe_core.errors import InputError
 from moe_core.integrations.transformers.fp8 import canonical_view, read_quant
 from moe_core.integrations.transformers.gates import recognise
 from moe_core.integrations.transformers.traits import DTYPE_NAMES, Flags, local_parameters, read_flags, state_names
+from moe_core.kernels.dequantize import num_columns
 from moe_core.payloads import ActivationFn, RawWeights, Tensor
 from moe_core.quant import LayerQuant, QuantScheme
 from moe_core.request import LayerRequest
@@ -77,17 +78,16 @@ def read_layout(
     flags = read_flags(module, with_data=with_data)
     tensors = local_parameters(module)
     down = tensors["down_proj"]
-    _, hidden_size, intermediate_size = (down.mT if flags.is_transposed else down).shape
+    turned = down.mT if flags.is_transposed else down
     if flags.fp8 is None:
         dtype = down.dtype
         quant = LayerQuant.of(QuantScheme.from_name(DTYPE_NAMES[dtype]))
     else:
         quant = read_quant(flags.fp8, tensors, flags.first_name, flags.halves)
-        if quant.w2.weight_dtype == "fp4":
-            intermediate_size *= 2
         if dtype not in DTYPE_NAMES:
             known = ", ".join(str(known) for known in DTYPE_NAMES)
             raise InputError(f"{type(module).__qualname__}: tokens are {dtype}; expected one of {known}")
+    hidden_size, intermediate_size = turned.shape[1], num_columns(turned, quant.w2.weight_dtype)
     return ExpertsLayout(
         flags=flags,
         num_experts=int(module.num_experts),  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from moe_core.environment import Environment
 from moe_core.integrations.transformers.bridge import prepare_modules
 from moe_core.integrations.transformers.dense import read_dense
+from moe_core.integrations.transformers.loading_progress import LoadingProgress
 from moe_core.integrations.transformers.model_shell import ModelShell
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
 from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
 from moe_core.integrations.transformers.registry import register
-from moe_core.integrations.transformers.stored_experts import dense_names, find_stored_experts
+from moe_core.integrations.transformers.stored_experts import StoredExperts, dense_names, find_stored_experts
 from moe_core.manager import BackendManager, default_manager
 from moe_core.model_config import quantization_of, read_config
 from moe_core.weights.checkpoint import Checkpoint
@@ -76,7 +78,7 @@ def load_model(
         runner_backend: Pin of the runner.
         a2a_backend: Pin of the dispatcher.
         manager: The plugins; default: the installed ones.
-        progress: Called with (bytes read, bytes to read).
+        progress: Called with (bytes dealt with, bytes in all).
 
     Raises:
         SpecError: The configuration is missing, or its quantization is not understood.
@@ -100,30 +102,36 @@ def load_model(
         for module in modules:
             preparer.plan(module.layout, module.top_k)
         dense = dense_names(checkpoint.names, modules, shell.num_layers)
-        experts = (name for name in checkpoint.names if any(module.holds(name) for module in modules))
-        total = sum(_nbytes(checkpoint, name) for name in (*dense, *experts))
-
-        def report(*_: int) -> None:
-            if progress is not None:
-                progress(min(checkpoint.bytes_read, total), total)
-
-        def replace(model: torch.nn.Module) -> None:
-            for module in modules:
-                original = model.get_submodule(module.name)
-                served = QuantizedExperts(original, module.layout, preparer, module.top_k)
-                model.set_submodule(module.name, served)
-
-        model = shell.build(dtype, read_dense(checkpoint, dense, quantization, dtype, report), replace)
+        report = LoadingProgress(checkpoint, dense, modules, progress)
+        model = shell.build(
+            dtype,
+            read_dense(checkpoint, dense, quantization, dtype, report.advance),
+            partial(_replace_experts, modules=modules, preparer=preparer),
+        )
+        report.finish_dense()
         model = model.to(device).eval()
         for module in modules:
-            served: QuantizedExperts = model.get_submodule(module.name)
-            request = served.plan.request
-            served.load(
-                load_experts(checkpoint, module.stored_as, request, module.stored, device=device, progress=report)
-            )
+            _fill(model.get_submodule(module.name), checkpoint, module, device, report)
     loaded = {module.name: model.get_submodule(module.name).prepared for module in modules}
     return LoadedModel(model=model, experts=loaded | prepare_modules(model, preparer, may_be_none=bool(modules)))
 
 
-def _nbytes(checkpoint: Checkpoint, name: str) -> int:
-    return int(torch.Size(checkpoint.shape(name)).numel()) * checkpoint.dtype(name).itemsize
+def _replace_experts(model: torch.nn.Module, modules: Iterable[StoredExperts], preparer: Preparer) -> None:
+    """Put modules that serve stored weights in the place of a model's own."""
+    for module in modules:
+        original = model.get_submodule(module.name)
+        model.set_submodule(module.name, QuantizedExperts(original, module.layout, preparer, module.top_k))
+
+
+def _fill(
+    served: QuantizedExperts,
+    checkpoint: Checkpoint,
+    module: StoredExperts,
+    device: torch.device,
+    report: LoadingProgress,
+) -> None:
+    """Load the weights of one module."""
+    advance = partial(report.advance_experts, module)
+    request = served.plan.request
+    served.load(load_experts(checkpoint, module.stored_as, request, module.stored, device=device, progress=advance))
+    report.finish_experts(module)

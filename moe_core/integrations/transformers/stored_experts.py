@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -10,16 +9,13 @@ import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError
+from moe_core.expert_names import is_draft, layer_index
 from moe_core.integrations.transformers.layout import ExpertsLayout, read_layout
 from moe_core.integrations.transformers.selfcheck import check_formula
 from moe_core.integrations.transformers.traits import configured_top_k, is_experts, state_names
 from moe_core.payloads import TORCH_DTYPES
 from moe_core.quant import StoredLayer, read_layer
-from moe_core.weights.names import experts_module
-
-_LAYER = re.compile(r"\blayers?\.(\d+)\.")
-#: Modules of draft layers beside a model's own.
-_DRAFT = re.compile(r"(^|\.)(mtp|draft|eagle)")
+from moe_core.weights.names import choose_module, experts_modules
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -67,15 +63,16 @@ def find_stored_experts(
         WeightsError: The checkpoint has no experts for a layer of the model.
     """
     found = []
+    modules = experts_modules(names)
     checked: set[tuple[type, ExpertsLayout]] = set()
     for name, module in sketch.named_modules():
         if not is_experts(module):
             continue
-        number = _LAYER.search(f"{name}.")
+        number = layer_index(name)
         if number is None:
             raise UnsupportedModelError(f"experts module {name}: expected one per numbered layer")
         layout = read_layout(module.to(TORCH_DTYPES[dtype]), with_data=False)
-        stored_as = experts_module(names, int(number[1]))
+        stored_as = choose_module(modules, number)
         stored = read_layer(quantization, stored_as, dtype, gated=layout.flags.has_gate)
         if not stored.quant.is_quantized:
             continue
@@ -94,12 +91,12 @@ def dense_names(names: Iterable[str], experts: Collection[StoredExperts], num_la
     """Names outside the quantized experts and outside draft layers, which transformers' models do not have."""
     inside = tuple(f"{module.stored_as}." for module in experts)
 
-    def is_draft(name: str) -> bool:
-        number = _LAYER.search(name)
-        past_the_last = number is not None and num_layers is not None and int(number[1]) >= num_layers
-        return past_the_last or _DRAFT.search(name) is not None
+    def is_past_the_last(name: str) -> bool:
+        number = layer_index(name)
+        return number is not None and num_layers is not None and number >= num_layers
 
-    return sorted(name for name in names if not name.startswith(inside) and not is_draft(name))
+    outside = (name for name in names if not name.startswith(inside))
+    return sorted(name for name in outside if not is_draft(name) and not is_past_the_last(name))
 
 
 def _refuse_state(name: str, module: torch.nn.Module, layout: ExpertsLayout) -> None:

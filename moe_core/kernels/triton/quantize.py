@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 
 from moe_core.activation import ActivationSpec
+from moe_core.kernels.number_formats import E4M3_MAX
 from moe_core.kernels.triton.activation import activation_constants, load_activated, row_range
 from moe_core.kernels.triton.interpreter import narrow
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.payloads import Tensor
 
 #: Largest code of each dtype; a row's or group's largest value gets it.
-CODE_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+CODE_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}
 _VALUES_PER_PROGRAM = 4096
 
 
@@ -35,7 +36,8 @@ def quantize_rows(
         rows: `[R, C]`, `[R, 2C]` before a gated activation; any float dtype, unit stride along columns.
         dtype: float8_e4m3fn or int8.
         group: Channels that share a scale; a power of two, or C for one scale per row.
-        static_scale: fp32 scalar, the scale of every group, which may saturate; None for scales from the rows.
+        static_scale: fp32 `[L]`, the scale of every group of an expert's rows, which may saturate; needs `tiles`. None
+            for scales from the rows.
         activation: Applied first, in fp32 and without rounding between; None for none.
         tiles: The rows that exist; others are neither read nor written. None for all.
     """
@@ -107,7 +109,9 @@ def _quantize(
         if static_scale is None:
             scale = tl.div_rn(tl.max(tl.abs(value), axis=1), tl.full((GROUPS,), CODE_MAX, tl.float32))
         else:
-            scale = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(static_scale)
+            # An unused entry has no rows and the expert -1.
+            expert = tl.maximum(tl.load(tiles + 3 * tl.program_id(0)), 0)
+            scale = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(static_scale + expert)
         divisor = tl.where(scale == 0.0, 1.0, scale)
         code = tl.div_rn(value, tl.broadcast_to(divisor[:, None], (GROUPS, BLOCK)))
         code = tl.minimum(tl.maximum(code, CODE_MIN), CODE_MAX)

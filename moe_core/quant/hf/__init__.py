@@ -12,7 +12,7 @@ from typing import Any
 from moe_core.errors import SpecError
 from moe_core.quant.hf.compressed_tensors import read_compressed_tensors
 from moe_core.quant.hf.fp8 import read_fp8, read_mxfp8
-from moe_core.quant.hf.int4 import read_awq, read_gptq
+from moe_core.quant.hf.gptq_awq import read_awq, read_gptq
 from moe_core.quant.hf.modelopt import read_modelopt
 from moe_core.quant.hf.modelslim import is_description, read_modelslim
 from moe_core.quant.hf.mxfp4 import read_mxfp4

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_core.quant.hf.fields import look_up, refuse_unknown, whole_number
 from moe_core.quant.hf.weight import Weight
-from moe_core.quant.scheme import WHOLE
+from moe_core.quant.scheme import PER_TENSOR, WHOLE
 
 _USED = (
     "num_bits",
@@ -73,11 +73,11 @@ def activation_fields(args: Mapping[str, Any] | None, weight: Weight, exponents:
         look_up(args, "dynamic", dict.fromkeys((None, False, "local")), weight)
         group, scaling = whole_number(args, "group_size", weight), "static"
     elif strategy == "tensor" and dynamic is False:
-        group, scaling = 0, "static"
+        group, scaling = PER_TENSOR, "static"
     elif strategy == "group":
         group, scaling = whole_number(args, "group_size", weight), "dynamic"
     else:
-        group = look_up({"strategy": strategy}, "strategy", {"token": WHOLE, "tensor": 0}, weight)
+        group = look_up({"strategy": strategy}, "strategy", {"token": WHOLE, "tensor": PER_TENSOR}, weight)
         scaling = "dynamic"
     if scaling == "dynamic" and dynamic is not True:
         raise weight.error(f"input_activations of strategy {strategy!r} with dynamic {dynamic!r} are not understood")
@@ -120,5 +120,7 @@ def _block_structure(args: Mapping[str, Any], weight: Weight) -> tuple[int, int]
     try:
         rows, columns = map(int, sizes or ())
     except (TypeError, ValueError):
-        raise weight.error(f"expected block_structure to be rows and columns, got {given!r}") from None
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise weight.error(f"expected block_structure to be rows and columns, got {given!r}")
     return rows, columns

@@ -9,7 +9,7 @@ from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown
 from moe_core.quant.hf.name_list import is_listed
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.known import MXFP8
-from moe_core.quant.scheme import WHOLE
+from moe_core.quant.scheme import PER_TENSOR, WHOLE
 from moe_core.quant.stored import StoredScheme
 
 _USED = (
@@ -46,7 +46,7 @@ def read_fp8(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     scale = look_up(config, "scale_fmt", _SCALES, weight)
     fields: dict[str, Any] = {"activation_dtype": "fp8", "activation_scale": scale}
     dynamic = {"activation_scaling": "dynamic", "activation_group": block[1]}
-    static = {"activation_scaling": "static", "activation_group": 0}
+    static = {"activation_scaling": "static", "activation_group": PER_TENSOR}
     fields |= look_up(config, "activation_scheme", {None: dynamic, "dynamic": dynamic, "static": static}, weight)
     experts = look_up(config, "expert_dtype", {None: "fp8", "fp8": "fp8", "fp4": "fp4"}, weight)
     if experts == "fp4":

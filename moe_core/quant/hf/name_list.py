@@ -10,7 +10,8 @@ from functools import lru_cache
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.quant.hf.weight import PROJECTIONS, Weight, without_container
+from moe_core.expert_names import PROJECTIONS
+from moe_core.quant.hf.weight import Weight, without_container
 
 
 def is_listed(weight: Weight, entries: Iterable[str]) -> bool:

@@ -13,18 +13,12 @@ from typing import Any
 import attrs
 
 from moe_core.errors import SpecError
+from moe_core.expert_names import FUSED, HALVES, PROJECTIONS
+from moe_core.expert_names import halves_of as halves_of_projection
 from moe_core.quant.scheme import QuantScheme
 from moe_core.quant.stored import StoredScheme
 from moe_core.vocabulary import FLOAT_DTYPES, one_of
 
-#: Halves of `w13` and the one of `w2` -> how checkpoints call them.
-PROJECTIONS = {
-    "gate": ("gate_proj", "w1"),
-    "up": ("up_proj", "w3"),
-    "down": ("down_proj", "w2", "output_linear"),
-}
-#: Gate and up in one tensor.
-FUSED = ("gate_up_proj", "w13", "input_linear")
 #: What may stand before the text part's names, longest first; names are compared without it.
 CONTAINERS = ("model.language_model.", "language_model.model.", "language_model.", "thinker.model.", "model.", "")
 
@@ -35,7 +29,7 @@ class Weight:
 
     Attributes:
         experts: Dotted name of the experts module; if empty, only rules for the whole model apply.
-        half: A key of `PROJECTIONS`.
+        half: One of `HALVES`.
         dtype: Layer dtype, which unquantized weights have.
     """
 
@@ -92,11 +86,9 @@ class Weight:
 def halves_of(module: str) -> tuple[str, tuple[str, ...]]:
     """The experts module that a name belongs to, and the halves it means: all of them for the module itself."""
     head, _, leaf = module.rpartition(".")
-    meant = tuple(half for half, leaves in PROJECTIONS.items() if leaf in leaves)
-    if leaf in FUSED:
-        meant = ("gate", "up")
+    meant = halves_of_projection(leaf)
     if not meant:
-        return module, tuple(PROJECTIONS)
+        return module, HALVES
     above, _, index = head.rpartition(".")
     return (above if index.isdecimal() else head), meant
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 import attrs
 import torch
 
+from moe_core.kernels.number_formats import E2M1_MAX, E4M3_MAX
 from moe_core.payloads import Tensor
-from moe_core.quant import WHOLE
 
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 #: What the largest weight is scaled to by an NVFP4 global scale: the largest code times the largest block scale.
 NVFP4_MAX = E4M3_MAX * E2M1_MAX
 NVFP4_GROUP = 16
@@ -40,19 +38,19 @@ class Quantized:
     scale: Tensor
 
 
-def quantize_int(weight: Tensor, bits: int, group: int = WHOLE) -> Quantized:
-    """Symmetric integers of `bits` bits with an fp32 scale, amax / (2^(bits - 1) - 1), per row or per `group` columns.
+def quantize_int(weight: Tensor, bits: int) -> Quantized:
+    """Symmetric integers of `bits` bits with an fp32 scale, amax / (2^(bits - 1) - 1), per row.
 
     The lowest code is never used: largest magnitudes are equal on both sides. Codes are int8 whatever `bits` says.
     """
     largest = 2 ** (bits - 1) - 1
-    columns = weight.shape[1] if group == WHOLE else group
+    columns = weight.shape[1]
     scale = _positive((_amax(weight, 1, columns) / largest).float())
     codes = (weight.double() / _spread(scale, weight, 1, columns)).round().clamp(-largest - 1, largest)
     return Quantized(codes.to(torch.int8), scale)
 
 
-def quantize_fp8_tiles(weight: Tensor, rows: int = 128, columns: int = 128) -> Quantized:
+def quantize_fp8_tiles(weight: Tensor, rows: int, columns: int) -> Quantized:
     """e4m3 with an fp32 scale, amax / 448, per tile of `rows` x `columns`."""
     scale = _positive((_amax(weight, rows, columns) / E4M3_MAX).float())
     return Quantized(_to_e4m3(weight.double() / _spread(scale, weight, rows, columns)), scale)

@@ -10,17 +10,14 @@ import attrs
 from moe_core.payloads import Tensor
 from moe_core.quant import StoredScheme
 
-#: Projections of an expert; those without a gate have the other two.
-ROLES = ("gate", "up", "down")
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class Expert:
     """The float weights of one expert.
 
     Attributes:
-        weights: Role -> weight, output x input: `gate` and `up` `[I, H]`, `down` `[H, I]`.
-        input_amax: Role -> largest magnitude of the projection's input; empty where activations are not static.
+        weights: Half -> weight, output x input: `gate` and `up` `[I, H]`, `down` `[H, I]`.
+        input_amax: Half -> largest magnitude of the projection's input; empty where activations are not static.
     """
 
     weights: Mapping[str, Tensor]
@@ -56,12 +53,12 @@ class Description:
 
 
 @attrs.frozen(kw_only=True)
-class Storage:
+class Layout:
     """One ecosystem's layout of one scheme.
 
     Attributes:
         stored: The scheme and the project's word for the layout.
-        store: One expert -> role -> what follows the projection's name -> tensor.
+        store: One expert -> half -> what follows the projection's name -> tensor.
         describe: What was written -> what is said about it.
         row_multiple: Output widths must be multiples of it.
         column_multiple: Input widths must be multiples of it.
@@ -83,5 +80,5 @@ class Storage:
 def each_projection(
     store: Callable[[str, Tensor], dict[str, Tensor]],
 ) -> Callable[[Expert], dict[str, dict[str, Tensor]]]:
-    """`Storage.store` of a layout that stores every projection by itself, by `store(role, weight)`."""
-    return lambda expert: {role: store(role, weight) for role, weight in expert.weights.items()}
+    """`Layout.store` of a layout that stores every projection by itself, by `store(half, weight)`."""
+    return lambda expert: {half: store(half, weight) for half, weight in expert.weights.items()}

@@ -1,4 +1,4 @@
-"""`quant_method: gptq` and `awq`: four bits per weight in groups along the input, activations left alone.
+"""`quant_method: gptq` (4 or 8 bits per weight) and `awq` (4): groups along the input, activations left alone.
 
 Sources: the configurations of AutoGPTQ, GPTQModel, AutoAWQ and transformers.
 """
@@ -72,16 +72,20 @@ _AWQ_STORAGES = {None: "awq", "gemm": "awq"}
 
 def read_gptq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """Symmetric unless `sym` says otherwise; reordered channels (`desc_act`) have no scheme."""
-    return _read(config, weight, _GPTQ_STORAGES, zero_point=False)
+    return _read(config, weight, _GPTQ_STORAGES, {4: "int4", 8: "int8"}, zero_point=False)
 
 
 def read_awq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """With zero points unless `zero_point` or `sym` say otherwise."""
-    return _read(config, weight, _AWQ_STORAGES, zero_point=True)
+    return _read(config, weight, _AWQ_STORAGES, {4: "int4"}, zero_point=True)
 
 
 def _read(
-    config: Mapping[str, Any], weight: Weight, storages: Mapping[str | None, str], zero_point: bool
+    config: Mapping[str, Any],
+    weight: Weight,
+    storages: Mapping[str | None, str],
+    dtypes: Mapping[int, str],
+    zero_point: bool,
 ) -> StoredScheme:
     refuse_unknown(config, weight, _USED, _HARMLESS)
     if is_listed(weight, names_in(config, "modules_to_not_convert", weight=weight)):
@@ -90,7 +94,7 @@ def _read(
     if override is None or not _is_in_block(config, weight):
         return weight.unquantized()
     config = {**config, **override}
-    bits = look_up(config, "bits" if "bits" in config else "w_bit", {4: "int4"}, weight)
+    dtype = look_up(config, "bits" if "bits" in config else "w_bit", dtypes, weight)
     group = whole_number(config, "group_size" if "group_size" in config else "q_group_size", weight)
     look_up(config, "pack_dtype", dict.fromkeys((None, "int32")), weight)
     look_up(config, "is_marlin_format", dict.fromkeys((None, False)), weight)
@@ -100,7 +104,7 @@ def _read(
     form = next((field for field in ("checkpoint_format", "format", "version") if config.get(field)), "format")
     storage = look_up({form: _lower(config.get(form))}, form, storages, weight)
     scheme = weight.scheme(
-        weight_dtype=bits,
+        weight_dtype=dtype,
         weight_block=(1, group),
         weight_scale="fp32",
         zero_point=_has_zero_points(config, weight, zero_point),
