@@ -163,7 +163,7 @@ def test_weights_without_data_are_refused(stranger: object) -> None:
 def test_an_odd_number_of_packed_channels_is_refused() -> None:
     request = LayerRequest(num_experts=2, top_k=1, hidden_size=33, intermediate_size=32, quant=MXFP4_W4A16)
     layer = MoELayer(request, environment=CPU, manager=torch_manager())
-    with pytest.raises(WeightsError, match="33 input channels cannot be stored"):
+    with pytest.raises(WeightsError, match="33 input channels of a rank cannot be stored"):
         layer.load_weights(RawWeights(tensors={}))
 
 

@@ -72,8 +72,8 @@ class Checkpoint:
         """Find the files; a folder with `model.safetensors.index.json`, or one other such index, is sharded.
 
         Raises:
-            WeightsError: No safetensors there, a shard is missing from the disk or from the index, or the index or the
-                header of a single file is not readable.
+            WeightsError: No safetensors there, or several indexes; a shard is missing from the disk or from the index;
+                the index or the header of a single file is not readable.
         """
         self.path = Path(path)
         self.bytes_read = 0
@@ -236,6 +236,8 @@ def _read_index(index: Path) -> dict[str, str]:
         content = json.loads(index.read_text(encoding="utf-8"))
         file_of = content["weight_map"]
         named = set(file_of.values())
+        if not all(isinstance(file, str) for file in named):
+            raise TypeError("files are named by strings")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not readable as an index with a weight_map ({error!r})") from error
     on_disk = {file.name for file in index.parent.glob("*.safetensors")}

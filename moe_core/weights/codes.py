@@ -22,7 +22,8 @@ def unpack(stored: Tensor, axis: int, bits: int, places: tuple[int, ...] = ()) -
     Returns:
         uint8, as stored (two's complement or unsigned), `axis` longer by that factor.
     """
-    words = stored.movedim(axis, -1).contiguous()
+    # A copy in any case: a tensor with an axis of length one calls itself contiguous with any stride there.
+    words = stored.movedim(axis, -1).clone(memory_format=torch.contiguous_format)
     # Little-endian memory: the lowest bits of a word are its first byte.
     octets = words.view(torch.uint8)
     if bits == 4:

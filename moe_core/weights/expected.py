@@ -49,7 +49,10 @@ def _projection(
 ) -> dict[str, Expected]:
     packs = scheme.weight_bits == 4
     if packs and columns % 2:
-        raise WeightsError(f"{name}: {scheme} packs two values to a byte, so {columns} input channels cannot be stored")
+        raise WeightsError(
+            f"{name}: {scheme} packs two values to a byte, so {columns} input channels of a rank cannot be stored; "
+            "choose a tp_size whose shares are even"
+        )
     shape: tuple[int, ...] = (experts, rows, columns // 2 if packs else columns)
     found = {name: Expected(shape, (WEIGHTS[scheme.weight_dtype],))}
     if scheme.weight_block is not None:

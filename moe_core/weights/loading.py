@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -107,6 +107,10 @@ def cut(
     """
     stored = StoredLayer(StoredScheme(request.quant.w13), StoredScheme(request.quant.w2))
     _check_request(request, stored, tp_rank)
+    given: dict[str, Any] = dict(tensors)
+    strangers = [name for name, tensor in given.items() if not isinstance(tensor, torch.Tensor)]
+    if strangers:
+        raise WeightsError(f"canonical tensors: {', '.join(strangers)} are no tensors; nothing was cut")
     parts = canonical_parts(stored, gated=request.activation.gated, bias=request.bias)
     count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 1)
     names = frozenset(tensors)

@@ -10,6 +10,9 @@ from moe_core.weights.codes import exponent_bytes, pack, sign_bit, unpack
 from moe_core.weights.reads import Read
 from moe_core.weights.spans import Cut
 
+#: The one byte of e8m0 that is no number.
+_E8M0_NAN = 255
+
 
 def matrix(values: Tensor, read: Read) -> Tensor:
     """The stored matrix as `[rows, columns]`, still packed."""
@@ -39,7 +42,7 @@ def weight(values: Tensor, read: Read, fill: Tensor | None) -> Tensor:
     scheme = read.part.storage.scheme
     bits = scheme.weight_bits
     if bits == 4 and read.tensor.packed == "columns" and fill is None and _is_even(columns):
-        stored = values.contiguous().view(torch.uint8)
+        stored = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         keep = columns.keep
         if isinstance(keep, slice):
             stored = stored[:, keep.start // 2 : keep.stop // 2]
@@ -86,10 +89,17 @@ def scale(values: Tensor, read: Read, dtype: str) -> Tensor:
     """The scales of a band's tiles `[rows, columns]`; e8m0 as bytes.
 
     Raises:
-        WeightsError: A scale that should be a power of two is none.
+        WeightsError: A scale that should be a power of two is none, or one is not finite.
     """
     rows, columns = _cuts(read)
-    return scale_values(columns.of(rows.of(values, 0), 1), read.name, dtype)
+    scales = scale_values(columns.of(rows.of(values, 0), 1), read.name, dtype)
+    # Zero is a dead block, and some tools write negative scales on purpose.
+    finite = scales != _E8M0_NAN if scales.dtype == torch.uint8 else scales.float().isfinite()
+    if not bool(finite.all()):
+        raise WeightsError(
+            f"{read.name}: expert {read.expert} has scales that are not finite; fetch the checkpoint again"
+        )
+    return scales
 
 
 def scale_values(values: Tensor, name: str, dtype: str) -> Tensor:
@@ -119,7 +129,12 @@ def zero_point(values: Tensor, read: Read) -> Tensor:
 
 
 def scalars(values: Tensor, read: Read) -> Tensor:
-    """One fp32 multiplier for each half of the part, in canonical order; what was one scale is both halves'."""
+    """One fp32 multiplier for each half of the part, in canonical order; what was one scale is both halves'.
+
+    Scales in bytes are exponents.
+    """
+    if read.tensor.role == "scale" and values.dtype == torch.uint8:
+        values = values.view(torch.float8_e8m0fnu)
     flat = values.double().flatten()
     flat = 1.0 / flat if read.tensor.divides else flat
     halves = len(read.part.halves)

@@ -92,8 +92,8 @@ def scaled(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> 
         codes = _codes(g, rows, columns, -top, top - 1)
         weight = codes.to(torch.int8)
     if block == (WHOLE, WHOLE):
-        scale = _scales(g, (), "fp32")
-        values = codes.double() * scale.double()
+        scale = _scales(g, (), scheme.weight_scale)
+        values = codes.double() * meaning(scale)
     else:
         scale = _scales(g, grid(rows, columns, block), scheme.weight_scale)
         values = codes.double() * spread(meaning(scale), block, rows, columns)

@@ -96,7 +96,7 @@ def test_a_truncated_file(kept: int, shards: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"t1": null}}'])
 def test_an_index_that_is_none(content: str, tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 2)
     (tmp_path / INDEX_FILE).write_text(content)

@@ -41,6 +41,7 @@ CASES = [
     ("plain", BF16),
     ("scaled", TILES),
     ("scaled", PER_TENSOR),
+    ("scaled", attrs.evolve(PER_TENSOR, weight_scale="e8m0")),
     ("scaled", W8A8_INT8),
     ("scaled", MXFP8),
     ("scaled", W4A8_INT8),

@@ -119,6 +119,16 @@ def large_code(tensors: dict[str, Tensor]) -> None:
     tensors[f"{MODULE}.2.up_proj.weight"][3, 4] = 8
 
 
+def not_finite(suffix: str, value: float) -> Change:
+    """One scale of the second expert that is no number; `value` in the dtype of the scales."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        scales = tensors[f"{MODULE}.1.gate_proj.{suffix}"]
+        scales.view(-1)[0] = torch.tensor(value).to(scales.dtype)
+
+    return change
+
+
 def float_scales(factor: float) -> Change:
     def change(tensors: dict[str, Tensor]) -> None:
         for name, tensor in list(tensors.items()):
@@ -137,6 +147,10 @@ def float_scales(factor: float) -> Change:
         ("gptq", INT4_GROUPS, raise_zeros, "these are not all zero; a storage of the other GPTQ format?"),
         ("modelslim_w8a8", W8A8_INT8, set_offset, "2.up_proj.weight_offset: offsets that are not zero"),
         ("modelslim_w4a4", W4A4_INT4, large_code, "2.up_proj.weight: values outside -8..7"),
+        ("scaled", TILES, not_finite("weight_scale_inv", math.inf), "expert 1 has scales that are not finite"),
+        ("scaled", W8A8_INT8, not_finite("weight_scale_inv", math.nan), "expert 1 has scales that are not finite"),
+        ("scaled", MXFP8, not_finite("weight_scale_inv", 255), "expert 1 has scales that are not finite"),
+        ("modelopt_nvfp4", NVFP4_W4A16, not_finite("weight_scale", math.nan), "expert 1 has scales that are not"),
         ("scaled", MXFP8, float_scales(1.5), "0.gate_proj.weight_scale_inv: the scheme has scales that are powers of"),
         (
             "packed_fp4",
@@ -189,7 +203,10 @@ def test_input_scales_that_the_layer_does_not_use_are_left(tmp_path: Path) -> No
 def test_half_bytes(scheme: QuantScheme, inner: int, tp_size: int, tmp_path: Path) -> None:
     save(tmp_path, {f"{MODULE}.0.{word}.weight": torch.zeros(2) for word in ("gate_proj", "up_proj", "down_proj")})
     request = make_request(scheme, inner, tp_size=tp_size)
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="15 input channels cannot be stored"):
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(WeightsError, match="15 input channels of a rank cannot be stored"),
+    ):
         load_experts(checkpoint, MODULE, request, stored_layer(request, "packed_fp4"))
 
 
@@ -220,6 +237,8 @@ def test_canonical_tensors_that_do_not_fit() -> None:
     ]
     with pytest.raises(WeightsError, match="w2: missing"):
         cut({}, make_request(BF16))
+    with pytest.raises(WeightsError, match="w13 are no tensors; nothing was cut"):
+        cut({"w13": None}, make_request(BF16))  # type: ignore[dict-item]
 
 
 @pytest.mark.error_path
