@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -34,6 +35,7 @@ SIZE_NAMES = {
     "hidden_size": ("moe_latent_size", "moe_hidden_size", "hidden_size"),
     "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
+_QUANT_NAMES = ("quantization_config", "compression_config")
 _NESTED = ("text_config", "thinker_config", "language_config", "llm_config")
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _KINDS = {
@@ -151,17 +153,32 @@ def _groups(
     for layer, module in modules.items():
         fields: dict[str, Any] = {name: _size(text, name, layer) for name in SIZE_NAMES}
         fields |= _TRAITS.get(model_type(text), {})
-        fields["quant"] = quant or read_layer(quantization_of(config), module, dtype, gated=activation.gated).quant
+        fields["quant"] = quant or _quant(config, module, dtype, activation, fields["num_experts"])
         request = LayerRequest(activation=activation, dtype=dtype, **fields)
         groups.setdefault(request, []).append(layer)
     return tuple(LayerGroup(layers=tuple(layers), request=request) for request, layers in groups.items())
 
 
+def _quant(
+    config: Mapping[str, Any], module: str, dtype: str, activation: ActivationSpec, num_experts: int
+) -> LayerQuant:
+    quantization = quantization_of(config)
+    return read_layer(quantization, module, dtype, gated=activation.gated, num_experts=num_experts).quant
+
+
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization of the text part, or of the whole; the expert dtype that some say beside it belongs to it."""
+    """The quantization of the text part, or of the whole; the expert dtype that some say beside it belongs to it.
+
+    Raises:
+        SpecError: There is one that is no mapping.
+    """
     text = _text_part(config)
-    found = (part.get(name) for part in (text, config) for name in ("quantization_config", "compression_config"))
-    quantization: Mapping[str, Any] | None = next(filter(None, found), None)
+    quantization: Mapping[str, Any] | None = None
+    for part, name in ((part, name) for part in (text, config) for name in _QUANT_NAMES):
+        found = part.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            raise SpecError(f"model configuration, {name}: expected fields with values or none, got {found!r}")
+        quantization = quantization or found
     if quantization and quantization.get("quant_method") == "fp8" and text.get("expert_dtype") is not None:
         return {"expert_dtype": text["expert_dtype"], **quantization}
     return quantization
@@ -196,6 +213,8 @@ def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
     if isinstance(value, list):
         if len(value) != text.get("num_hidden_layers"):
             raise SpecError(f"{where}: {name} has {len(value)} entries, expected one per layer")
+        if layer >= len(value):
+            raise SpecError(f"{where}: {name} has no entry for layer {layer}; give its sizes by hand")
         value = value[layer]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(f"{where}: expected {name} to be a whole number >= 1, got {value!r}")
@@ -207,16 +226,24 @@ def _activation(text: Mapping[str, Any]) -> ActivationSpec:
     if family in _GATE_NOT_READ:
         raise SpecError(f"model type {family!r}: its gate cannot be read from the configuration; give sizes by hand")
     if family in _CLAMPED_OAI:
-        alpha, limit = text.get("swiglu_alpha", SWIGLU_OAI.alpha), text.get("swiglu_limit", SWIGLU_OAI.limit)
-        return attrs.evolve(SWIGLU_OAI, alpha=alpha, limit=limit, row_order=_CLAMPED_OAI[family])
+        said = {field: _number(text, f"swiglu_{field}", None) for field in ("alpha", "limit")}
+        numbers: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
+        return attrs.evolve(SWIGLU_OAI, row_order=_CLAMPED_OAI[family], **numbers)
     if family in _ALWAYS_SILU:
         return SWIGLU
     name = next((text[key] for key in _ACTIVATION_NAMES if text.get(key)), None)
     if name is None:
         raise SpecError(f"model type {family!r}: none of {', '.join(_ACTIVATION_NAMES)} is in the configuration")
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise UnknownNameError("activation", str(name), _KINDS)
     clamp = {key: value for key, value in text.items() if key.startswith("swiglu_") and value is not None}
     if clamp and (family not in _CLAMPED_SILU or set(clamp) != {"swiglu_limit"}):
         raise SpecError(f"model type {family!r}: it is not known what {', '.join(clamp)} mean here")
-    return ActivationSpec(kind=_KINDS[name], gated=family not in _NOT_GATED, limit=clamp.get("swiglu_limit"))
+    return ActivationSpec(kind=_KINDS[name], gated=family not in _NOT_GATED, limit=_number(clamp, "swiglu_limit", None))
+
+
+def _number(text: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    value = text.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
+        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a number, got {value!r}")
+    return default if value is None else value

@@ -73,14 +73,14 @@ def draft_modules(text: Mapping[str, Any]) -> dict[int, str]:
     """
     key = next((name for name in DRAFT_COUNTS if text.get(name) is not None), None)
     count = text[key] if key else 0
-    if not count:
+    if type(count) is int and count == 0:
         return {}
     name, layers = _of_family(DRAFT_MODULES, text), text.get("num_hidden_layers")
     where = f"model type {model_type(text)!r}, {key} {count!r}"
     if name is None:
         known = ", ".join(sorted(family for families in DRAFT_MODULES.values() for family in families))
         raise SpecError(f"{where}: where draft layers of this family have experts is not known; known: {known}")
-    if type(count) is not int or type(layers) is not int:
+    if type(count) is not int or count < 0 or type(layers) is not int:
         raise SpecError(f"{where}: expected whole numbers, num_hidden_layers is {layers!r}")
     return {layers + draft: name.format(layer=layers + draft, draft=draft) for draft in range(count)}
 
@@ -91,18 +91,22 @@ def _of_family(table: Mapping[str, tuple[str, ...]], text: Mapping[str, Any]) ->
 
 def moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
     """Indices of the layers with experts: those that a list names, else all that the rules let pass."""
-    if isinstance(text.get("moe_layers"), list):
-        return tuple(text["moe_layers"])
+    where = f"model type {model_type(text)!r}"
+    if (listed := text.get("moe_layers")) is not None:
+        if not isinstance(listed, list) or not all(type(layer) is int and layer >= 0 for layer in listed):
+            raise SpecError(f"{where}: expected moe_layers to be a list of layer indices, got {listed!r}")
+        return tuple(listed)
     for name, words in _KIND_PER_LAYER.items():
-        kinds = text.get(name) or ()
+        kinds = _kinds(text, name)
         # Hybrid models whose experts follow another rule list their attention kinds under the same name.
         if kinds and ("dense" in kinds or not words.isdisjoint(kinds)):
             return [layer for layer, kind in enumerate(kinds) if kind in words]
     count = text.get("num_hidden_layers")
-    where = f"model type {model_type(text)!r}"
-    if not isinstance(count, int) or count < 1:
+    if type(count) is not int or count < 1:
         raise SpecError(f"{where}: num_hidden_layers is {count!r}, expected a number of layers")
     rules = {name: rule for name, rule in _LAYER_RULES.items() if text.get(name) is not None}
+    for name in (*rules, "expert_layer_offset"):
+        _require_whole_numbers(text, name)
     try:
         return [layer for layer in range(count) if all(rule(text, layer, count) for rule in rules.values())]
     except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
@@ -110,11 +114,34 @@ def moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
         raise SpecError(f"{where}: which layers have experts is not understood from {values} ({error})") from error
 
 
+def _kinds(text: Mapping[str, Any], name: str) -> Sequence[str]:
+    """A word per layer: a list of words, or letters one after the other."""
+    kinds = text.get(name)
+    if kinds is None:
+        return ()
+    letters = name == _LETTERS and isinstance(kinds, str)
+    if not letters and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a word per layer, got {kinds!r}")
+    return tuple(kinds)
+
+
+def _require_whole_numbers(text: Mapping[str, Any], name: str) -> None:
+    value = text.get(name)
+    numbers = value if isinstance(value, list) else () if value is None else (value,)
+    if not all(type(number) is int for number in numbers):
+        raise SpecError(
+            f"model type {model_type(text)!r}: which layers have experts is not understood from {name} {value!r}; "
+            "expected a whole number or a list of them"
+        )
+
+
+#: The key whose words are letters of one text.
+_LETTERS = "hybrid_override_pattern"
 #: Configuration key that gives each layer a word -> the words of layers with experts.
 _KIND_PER_LAYER = {
     "mlp_layer_types": {"sparse", "moe", "hash_moe"},
     "layers_block_type": {"moe"},
-    "hybrid_override_pattern": {"E"},
+    _LETTERS: {"E"},
 }
 
 

@@ -43,7 +43,9 @@ def test_the_dtype_of_experts_that_some_say_beside_the_quantization():
 
 def test_a_layer_without_gate_is_asked_for_its_two_projections():
     layers = {
-        f"backbone.layers.1.mixer.experts.{e}.{p}_proj": {"quant_algo": "NVFP4"} for e in (0, 1) for p in ("up", "down")
+        f"backbone.layers.1.mixer.experts.{e}.{p}_proj": {"quant_algo": "NVFP4"}
+        for e in range(8)
+        for p in ("up", "down")
     }
     method = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
     config = changed(model_type="nemotron_h", mlp_hidden_act="relu2", quantization_config=method)
@@ -108,7 +110,7 @@ def test_a_description_of_every_tensor(tmp_path):
     words = {0: ("W8A8_DYNAMIC", "W8A8_DYNAMIC"), 1: ("W4A8_DYNAMIC", "W8A8_DYNAMIC")}
     description = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"}
     for layer, (w13, w2) in words.items():
-        for expert in range(2):
+        for expert in range(8):
             for projection, word in (("gate", w13), ("up", w13), ("down", w2)):
                 description[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"] = word
     folder = _folder(tmp_path, config=changed(num_hidden_layers=2), quant_model_description=description)

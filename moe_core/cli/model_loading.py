@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from moe_core.cli.output import progress_bar, stage
-from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, UnsupportedModelError
 from moe_core.integrations.transformers import NAME, LoadedModel, PreparedExperts, prepare, register
 from moe_core.integrations.transformers import load_model as load_with_quantized_experts
+from moe_core.integrations.transformers.arguments import float_dtype, reachable_device
+from moe_core.integrations.transformers.loading_checks import call_transformers, require_loaded, require_whole_experts
 from moe_core.model_config import quantization_of, read_config
-from moe_core.payloads import TORCH_DTYPES
+from moe_core.weights.checkpoint import SINGLE_FILE, Checkpoint
 
 
 def require_transformers() -> Any:
@@ -40,12 +41,9 @@ def read_text_config(folder: Path) -> Any:
         UnsupportedModelError: transformers does not know it.
     """
     transformers = require_transformers()
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModelError(
-            f"model {folder}: its configuration cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+    return call_transformers(
+        folder, lambda: transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    )
 
 
 def is_quantized(folder: Path) -> bool:
@@ -98,19 +96,32 @@ def load_model(folder: Path, dtype: str | None, device: str | None) -> Any:
         device: Device type; None for this machine's accelerator, else the CPU.
 
     Raises:
-        UnsupportedModelError: transformers cannot load it, or cannot switch its experts.
+        UnsupportedModelError: transformers cannot load it.
+        WeightsError: No safetensors, or they cannot be read, or a list of every tensor that is missing, unknown to the
+            model, misshapen or not of floats.
+        SpecError: This torch cannot reach such a device.
     """
     transformers = require_transformers()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+    target = find_device(device)
+    # Where both are, transformers takes the single file.
+    single = folder / SINGLE_FILE
+    with Checkpoint(single if single.is_file() else folder) as checkpoint:
+        require_whole_experts(folder, {name: checkpoint.shape(name) for name in checkpoint.names})
+        dtypes = {name: checkpoint.dtype(name) for name in checkpoint.names}
+    model, info = call_transformers(
+        folder,
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=TORCH_DTYPES[dtype] if dtype else "auto",
+            dtype="auto" if dtype is None else float_dtype(dtype),
             local_files_only=True,
             experts_implementation="eager",
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UnsupportedModelError(f"model {folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    return model.to(find_device(device)).eval()
+            # They are errors all the same, with those that transformers only warns of.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        ),
+    )
+    require_loaded(folder, model, info, dtypes)
+    return model.to(target).eval()
 
 
 def load_quantized(
@@ -145,7 +156,7 @@ def load_quantized(
 def find_device(device: str | None) -> torch.device:
     """The device of that type; for None this machine's accelerator, else the CPU."""
     if device is not None:
-        return torch.device(probe_environment(device_type=device).device_type)
+        return reachable_device(device)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")
 

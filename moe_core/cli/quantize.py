@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_core.cli.options import Verbose, check_model_folder, read_text
-from moe_core.cli.output import fields, progress_bar, stage, stdout
+from moe_core.cli.output import fields, print_error, progress_bar, stage, stdout
+from moe_core.cli.stopping import exit_on_signals
 from moe_core.errors import SpecError
 from moe_core.quantizer.words import SHORT_WORDS, WRITABLE, ecosystem_of, scheme_name
 
@@ -53,12 +54,15 @@ def quantize(
     text = None if calibrate is None else read_text(calibrate)
     from moe_core.quantizer.checkpoint import quantize_checkpoint, require_quantizable
     from moe_core.quantizer.layouts import find_layout
+    from moe_core.quantizer.output import stale_folders
 
     _require_scales(scheme, find_layout(scheme, ecosystem).static_inputs, text, input_scale)
     # Before minutes of calibration.
     require_quantizable(source, out, scheme, ecosystem)
+    for stale in stale_folders(out):
+        print_error(f"{stale} is left of a run that was killed, unless one is still writing; delete it", "warning")
     inputs = _inputs(source, text, window, input_scale)
-    with progress_bar(f"writing {scheme} for {ecosystem}") as progress:
+    with exit_on_signals(), progress_bar(f"writing {scheme} for {ecosystem}") as progress:
         written = quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
     _print_result(written, word)
 

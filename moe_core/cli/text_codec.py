@@ -78,5 +78,6 @@ def load_codec(folder: Path, vocab_size: int) -> TextCodec:
 
     try:
         return TokenizerCodec(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError, ImportError) as error:
+    # The library below transformers raises nothing more special.
+    except Exception as error:
         raise UnsupportedModelError(f"tokenizer in {folder} cannot be loaded: {error}") from error

@@ -26,18 +26,32 @@ def require_new(out: Path) -> None:
         raise SpecError(f"{out} exists and is not an empty folder; give a new one")
 
 
+def stale_folders(out: Path) -> tuple[Path, ...]:
+    """What runs that were killed left beside `out`; one that is still writing has such a folder, too."""
+    beside = out.parent.iterdir() if out.parent.is_dir() else ()
+    marks = (f".{out.name}.", ".partial")
+    return tuple(sorted(path for path in beside if path.name.startswith(marks[0]) and path.name.endswith(marks[1])))
+
+
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block ends, and vanishes if it fails.
+
+    Folders above it that are not there are made, and vanish with it.
 
     Raises:
         SpecError: `out` exists and is not an empty folder.
     """
     require_new(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, so that the last step is a rename within one file system.
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    # Innermost first.
+    made = [folder for folder in out.parents if not folder.exists()]
+    with contextlib.ExitStack() as failed:
+        for folder in reversed(made):
+            failed.callback(_remove_empty, folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Beside it, so that the last step is a rename within one file system.
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        failed.callback(shutil.rmtree, partial, ignore_errors=True)
         yield partial
         # What makes temporary folders and weight files makes them for their owner alone.
         mask = _umask()
@@ -45,9 +59,13 @@ def new_folder(out: Path) -> Iterator[Path]:
             path.chmod(0o666 & ~mask)
         partial.chmod(0o777 & ~mask)
         partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        failed.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    """Others may have put something there meanwhile."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _umask() -> int:

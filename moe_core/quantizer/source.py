@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, WeightsError
+from moe_core.expert_names import is_of_experts
 from moe_core.model_config import QUANT_FILES, quantization_of, read_config
+from moe_core.payloads import TORCH_DTYPES
 from moe_core.weights.checkpoint import Checkpoint
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+#: Ends of the names of matrices, packed ones last.
+_WEIGHTS = (".weight", ".weight_packed", ".qweight")
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -45,7 +50,7 @@ class Source:
             for path in sorted(self.folder.iterdir())
             if path.is_file()
             and path.name != "config.json"
-            and path.suffix not in _WEIGHT_SUFFIXES
+            and path.suffix not in _FILE_SUFFIXES
             and not path.name.endswith(".index.json")
         )
 
@@ -56,15 +61,15 @@ def open_source(folder: Path) -> Iterator[Source]:
 
     Raises:
         SpecError: It has no configuration, or is quantized already.
-        WeightsError: It has no safetensors, they cannot be read, or they differ from their index.
+        WeightsError: It has no safetensors, they cannot be read, they differ from their index, or they hold weights
+            that are no floats.
     """
     # The file itself: it is written again, without what else may describe the weights.
     config = read_config(folder / "config.json")
     _refuse_quantized(folder, config)
     with Checkpoint(folder) as checkpoint:
         # Every file is opened, so that a bad one is found before anything is written.
-        for name in checkpoint.names:
-            checkpoint.shape(name)
+        _refuse_codes(folder, {name: checkpoint.dtype(name) for name in checkpoint.names})
         yield Source(folder=folder, config=config, checkpoint=checkpoint)
 
 
@@ -78,3 +83,14 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
         raise SpecError(
             f"model {folder} is quantized already ({where}); quantize the float checkpoint it was made from"
         )
+
+
+def _refuse_codes(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Weights outside the experts would be copied into a checkpoint that calls them floats."""
+    names = sorted(name for name, dtype in dtypes.items() if name.endswith(_WEIGHTS) and not is_of_experts(name))
+    codes = [f"{name}: {dtypes[name]}" for name in names if dtypes[name] not in (torch.float64, *TORCH_DTYPES.values())]
+    if codes:
+        title = (
+            "weights that are no floats, and no configuration that says how they are quantized; nothing was written:"
+        )
+        raise WeightsError("\n  ".join([f"{folder}: {title}", *codes]))

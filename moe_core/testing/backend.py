@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import types
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class Backend:
         manager: It, the built-in plugin, and further companions.
         environment: The machine that the resolver is told about.
         device: Where tensors lie.
+        variables: The environment variables before the plugin was loaded, for other processes to start from.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Backend:
         Raises:
             ConformanceError: It cannot be loaded; the cause is chained.
         """
+        self.variables = dict(os.environ)
         self.module = importlib.import_module(plugin) if isinstance(plugin, str) else plugin
         declare = getattr(self.module, "declare_backends", None)
         self.manager = BackendManager()

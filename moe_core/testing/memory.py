@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -67,6 +67,15 @@ class State:
         """Names whose value is another, or is new or gone."""
         names = {*self.values, *earlier.values}
         return sorted(name for name in names if self.values.get(name) != earlier.values.get(name))
+
+
+def restore_variables(variables: Mapping[str, str]) -> None:
+    """Give this process the environment variables of another time.
+
+    A process inherits those of the one that started it, with all that a backend may have set there.
+    """
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def _torch_state() -> dict[str, object]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 from moe_core.environment import Environment
 from moe_core.testing.kit import Kit
+from moe_core.testing.memory import restore_variables
 from moe_core.testing.outcome import Case, Result
 
 #: Cases that a process takes at a time.
@@ -28,7 +29,7 @@ def run_cases(kit: Kit, jobs: int = 1) -> Iterator[Result]:
         yield from (case.run() for case in kit.cases())
         return
     module, companions = backend.names
-    arguments = (module, companions, backend.environment, backend.device, kit.quick)
+    arguments = (module, companions, backend.environment, backend.device, backend.variables, kit.quick)
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(jobs, context, _begin, arguments) as pool:
         yield from pool.map(_run, range(len(kit.cases())), chunksize=_CHUNK)
@@ -37,8 +38,16 @@ def run_cases(kit: Kit, jobs: int = 1) -> Iterator[Result]:
 _cases: list[Case] = []
 
 
-def _begin(module: str, companions: tuple[str, ...], environment: Environment, device: str, quick: bool) -> None:
+def _begin(
+    module: str,
+    companions: tuple[str, ...],
+    environment: Environment,
+    device: str,
+    variables: Mapping[str, str],
+    quick: bool,
+) -> None:
     """In each process: the same cases in the same order."""
+    restore_variables(variables)
     torch.set_num_threads(1)
     kit = Kit(module, environment=environment, device=device, companions=companions, quick=quick)
     _cases[:] = kit.cases()

@@ -77,7 +77,7 @@ class Filler:
                 self.problems.append(f"{name}: stored as {words} in a layer of {self._request.dtype}")
             dtype = torch.float32 if torch.float32 in stored else expected.dtypes[0]
             tensor = torch.zeros(expected.shape, dtype=dtype, device=self._device)
-            if name.endswith("_scale"):
+            if name.endswith("_scale") and not name.endswith("_input_scale"):
                 tensor.fill_(_EXPONENT_OF_ONE if dtype == torch.uint8 else 1)
             self.tensors[name] = tensor
 
@@ -143,11 +143,9 @@ class Filler:
     def _put_input_scale(self, values: Tensor, read: Read) -> None:
         found = self._scalars(values, read)
         content.check_factors(found, values, read, may_be_zero=False)
-        largest = found.max()
-        for local in self._local[read.expert]:
-            target = self.tensors[f"{read.part.projection}_input_scale"][local]
-            # Both halves read the same tokens; the larger scale saturates neither.
-            target.copy_(largest if read.part.halves[0] == 0 else torch.maximum(target.cpu(), largest))
+        # Tokens may be rounded before it is known which expert reads them; the largest scale saturates for none.
+        target = self.tensors[f"{read.part.projection}_input_scale"]
+        target.copy_(torch.maximum(target.cpu(), found.max()))
 
     def _scalars(self, values: Tensor, read: Read) -> Tensor:
         """One value for each half in canonical order; two stored ones are in the order of the stored rows."""

@@ -52,8 +52,9 @@ def load_experts(
         progress: Called after each piece.
 
     Returns:
-        Canonical tensors of `request.local_experts(ep_rank)`, handed over. Padding rows and columns of the last
-        tensor-parallel ranks have codes that mean zero and scales of one.
+        Canonical tensors of `request.local_experts(ep_rank)`, handed over. Activation scales are the largest over all
+        experts, those of other ranks included: results must not depend on how experts are spread. Padding rows and
+        columns of the last tensor-parallel ranks have codes that mean zero and scales of one.
 
     Raises:
         SpecError: A rank outside the request's sizes.
@@ -212,6 +213,9 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
         takes_b2=job.tp_rank == 0,
         problems=problems,
     )
+    # An expert that is placed twice is read once.
+    experts = tuple(dict.fromkeys(job.experts))
+    others = frozenset(range(job.num_experts)) - frozenset(experts) if experts else frozenset()
     reads: list[Read] = []
     for part in job.parts:
         try:
@@ -219,8 +223,7 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
         except WeightsError as error:
             problems.append(str(error))
             continue
-        # An expert that is placed twice is read once.
-        reads += planner.reads(part, shape, tuple(dict.fromkeys(job.experts)))
+        reads += planner.reads(part, shape, experts, others)
     _refuse(job.where, problems)
     bias_dtypes: dict[str, set[torch.dtype]] = {}
     for read in reads:
@@ -229,7 +232,7 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
     reads = [read for read in reads if read.name not in job.kept]
     filler.allocate(bias_dtypes, without=job.kept)
     # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
-    reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order[read.expert]))
+    reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order.get(read.expert, -1)))
     _run(job, reads, filler)
     _refuse(job.where, filler.problems)
     return {**filler.tensors, **job.kept}

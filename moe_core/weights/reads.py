@@ -5,7 +5,7 @@ Nothing is read here but names, shapes and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -85,13 +85,17 @@ class Planner:
     takes_b2: bool
     problems: list[str] = attrs.field(factory=list)
 
-    def reads(self, part: Part, shape: PartShape, experts: Sequence[int]) -> Iterator[Read]:
-        """The reads of one part, expert by expert."""
+    def reads(
+        self, part: Part, shape: PartShape, experts: Sequence[int], others: Collection[int] = ()
+    ) -> Iterator[Read]:
+        """The reads of one part, expert by expert; of `others` the activation scales alone."""
         cuts: _Cuts = {}
         # Name -> whether its shape and dtype are right: tensors of all experts are met again with every expert.
         fits: dict[str, bool] = {}
-        for expert in experts:
+        for expert in (*experts, *others):
             for tensor in self._wanted(part):
+                if expert in others and tensor.role != "input_scale":
+                    continue
                 name = part.find(self.names, tensor, expert)
                 if name is None:
                     self._miss(part, tensor, expert)

@@ -104,15 +104,15 @@ def make_weights(
 ) -> RawWeights:
     """One rank's share of a case's checkpoint, which may hold this rank's experts only."""
     tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
-    owned = list(request.local_experts(rank))
-    if len(tensors["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
-        tensors = {name: tensor[owned] for name, tensor in tensors.items()}
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
     stored = attrs.evolve(request, quant=scheme({**ckpt, "ue8m0": False}, name))
     layout = StoredLayout(tiling="apart" if ckpt.get("halves") else "through")
     share = cut(tensors, stored, tp_rank, layout=layout)
     if request.quant != stored.quant:
         share = to_ue8m0(share, stored.local_quant)
+    owned = list(request.local_experts(rank))
+    if len(share["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
+        share = {name: tensor[owned] for name, tensor in share.items()}
     return RawWeights(tensors=share)
 
 

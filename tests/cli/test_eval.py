@@ -222,7 +222,7 @@ def test_not_a_model(call, folder, sample, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     code, out, err = call("eval", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu")
     assert (code, out) == (1, "")
-    assert f"model {tmp_path} cannot be loaded" in err
+    assert f"{tmp_path}: no safetensors file; expected model.safetensors" in err
 
 
 @pytest.mark.error_path

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny_qwen
 
 from moe_core.cli import model_loading
+from moe_core.cli.stopping import exit_on_signals
 from moe_core.quantizer.words import SHORT_WORDS
 
 pytest.importorskip("transformers")
@@ -156,3 +159,59 @@ def test_an_empty_calibration_text(call, folder, tmp_path, monkeypatch):
     code, _, err = call("quantize", str(folder), str(tmp_path / "out"), *words)
     assert code == 2
     assert "the calibration text is empty" in err
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_nothing_behind(python, folder, tmp_path, name):
+    # Twice: the second one must not end the cleaning up.
+    code = f"""
+import os, signal, sys
+from moe_core.cli import main
+from moe_core.quantizer import checkpoint, output
+signal.signal(signal.{name}, signal.SIG_DFL)
+
+def kill(*_):
+    print(*os.listdir({str(tmp_path / "new")!r}), flush=True)
+    os.kill(os.getpid(), signal.{name})
+
+rmtree = output.shutil.rmtree
+
+def interrupted(*arguments, **more):
+    os.kill(os.getpid(), signal.{name})
+    rmtree(*arguments, **more)
+
+output.shutil.rmtree = interrupted
+output.ShardWriter.close = kill
+main(["quantize", {str(folder)!r}, {str(tmp_path / "new" / "out")!r}, "--scheme", "w8a8_int8"])
+"""
+    stopped = python(code)
+    assert re.fullmatch(r"\.out\..*\.partial\n", stopped.stdout)
+    assert stopped.returncode == 128 + getattr(signal, name), stopped.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.error_path
+def test_signals_that_are_ignored_or_handled_stay_so():
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with exit_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.error_path
+def test_what_a_killed_run_left_is_named(call, folder, tmp_path):
+    stale = tmp_path / ".out.abc.partial"
+    stale.mkdir()
+    code, _, err = call("quantize", str(folder), str(tmp_path / "out"), "--scheme", "w8a8_int8")
+    assert code == 0
+    assert f"warning: {stale} is left of a run that was killed" in err
+    assert stale.is_dir()

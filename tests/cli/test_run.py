@@ -120,7 +120,7 @@ def test_a_folder_without_weights(call, folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     code, _, err = call("run", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu")
     assert code == 1
-    assert f"error: model {tmp_path} cannot be loaded" in err
+    assert f"error: {tmp_path}: no safetensors file; expected model.safetensors" in err
 
 
 def test_a_dense_model(call, tmp_path):

@@ -20,6 +20,7 @@ from tests.integrations.hf_quantized import (
     TOLERANCE,
     change,
     edit,
+    edit_config,
 )
 
 
@@ -38,6 +39,7 @@ def test_quantized_matrices_outside_the_experts_become_floats(folder: Path) -> N
 def test_draft_layers_are_left_in_the_file(folder: Path) -> None:
     edit(folder, **change("model.layers.2.mlp.experts.0.gate_proj.weight", torch.zeros(2, 2)))
     edit(folder, **change("mtp.norm.weight", torch.zeros(2)))
+    edit_config(folder, num_nextn_predict_layers=1)
     assert set(load_model(folder).experts) == set(MODULES)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_core.errors import ResolutionError, SpecError, UnsupportedModelError, WeightsError
+from moe_core.errors import ResolutionError, SpecError, UnknownNameError, UnsupportedModelError, WeightsError
 from moe_core.integrations.transformers import load_model
 from moe_core.integrations.transformers.stored_experts import find_stored_experts
 from moe_core.manager import BackendManager
@@ -44,7 +44,7 @@ SPOILED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dense_missing": (
         change(f"{Q_PROJ}.weight", None),
-        r"outside the experts do not fit Qwen3MoeForCausalLM; nothing was loaded:\n  .*q_proj\.weight: missing",
+        r"tensors do not fit Qwen3MoeForCausalLM; nothing was loaded:\n  .*q_proj\.weight: missing",
     ),
     "dense_unknown": (
         change("model.layers.0.self_attn.sinks", torch.ones(2)),
@@ -80,6 +80,12 @@ def test_tensors_that_do_not_fit(name: str, folder: Path) -> None:
         ({"model_type": "vit"}, UnsupportedModelError, r"no causal language model for 'vit'"),
         ({"quantization_config": {"quant_method": "magic"}}, SpecError, r"quant_method 'magic' is not read"),
         ({"dtype": None}, SpecError, r"names no dtype"),
+        ({"hidden_size": "64"}, UnsupportedModelError, r"cannot be loaded: StrictDataclassFieldValidationError"),
+        (
+            {"num_nextn_predict_layers": "1"},
+            SpecError,
+            r"number of draft layers .*expected a whole number >= 0, got '1'",
+        ),
         (
             {"num_experts": 5, "num_local_experts": 5},
             WeightsError,
@@ -93,6 +99,46 @@ def test_configurations_that_do_not_fit(
     edit_config(folder, **changes)
     with pytest.raises(error, match=message):
         load_model(folder)
+
+
+@pytest.mark.error_path
+def test_layers_past_the_last_are_drafts_or_refused(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(WeightsError, match=r"num_hidden_layers 1 and 0 draft layers") as refused:
+        load_model(folder)
+    listed = str(refused.value).splitlines()[1:]
+    assert {name.strip().partition(".self")[0].partition(".mlp")[0] for name in listed} >= {"model.layers.1"}
+    assert f"  {MODULES[1]}.3.down_proj.weight_scale_inv" in listed
+    assert all(name.startswith("  model.layers.1.") for name in listed)
+    edit_config(folder, num_nextn_predict_layers=1)
+    assert set(load_model(folder).experts) == {MODULES[0]}
+
+
+@pytest.mark.error_path
+def test_codes_in_place_of_float_experts_are_refused(folder: Path) -> None:
+    edit_config(folder, quantization_config={**FP8, "modules_to_not_convert": [MODULES[0]]})
+    with pytest.raises(WeightsError, match=r"experts\.0\.down_proj: its weight holds no floats"):
+        load_model(folder)
+    floats = {
+        f"{MODULES[0]}.gate_up_proj": torch.ones(4, 192, 64, dtype=torch.int8),
+        f"{MODULES[0]}.down_proj": torch.ones(4, 64, 96),
+    }
+    experts = [f"{MODULES[0]}.{number}.{word}" for number in range(4) for word in WORDS]
+    for name in experts:
+        for suffix in ("weight", "weight_scale_inv"):
+            floats[f"{name}.{suffix}"] = None
+    edit(folder, **{name.replace(".", "__"): tensor for name, tensor in floats.items()})
+    with pytest.raises(WeightsError, match=r"gate_up_proj: holds int8, the model floats"):
+        load_model(folder)
+
+
+@pytest.mark.error_path
+def test_arguments_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="unknown dtype 'fp8'"):
+        load_model(tmp_path, dtype="fp8")
+    for device in ("foo", "cpu:x", "cpu:3", "xpu", 3.5):
+        with pytest.raises(SpecError, match="device"):
+            load_model(tmp_path, device=device)  # type: ignore[arg-type]
 
 
 @pytest.mark.error_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -80,12 +81,12 @@ def test_entries_that_mean_something_else(entry: str, half: str) -> None:
     [
         ("down_proj", {"down"}),
         (f"{EXPERTS}.down_proj", {"down"}),
-        (f"{EXPERTS}.0.w2", {"down"}),
         ("re:.*down_proj", {"down"}),
         (f"{EXPERTS}.gate_up_proj", {"gate", "up"}),
         ("experts.gate_up_proj", {"gate", "up"}),
         (f"{EXPERTS}.w13", {"gate", "up"}),
-        (f"{EXPERTS}.0.gate_proj", {"gate"}),
+        (f"{EXPERTS}.gate_proj", {"gate"}),
+        (r"re:.*experts\.\d+\.gate_proj", {"gate"}),
         ("*.w3", {"up"}),
     ],
 )
@@ -154,8 +155,11 @@ def _listing(*names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (_listing(f"{EXPERTS}.0.gate_proj"), r"experts \(gate\) is bf16 as plain, .* \(up\) is fp8_block128 as scaled"),
-        (_listing(f"{EXPERTS}.7.up_proj", f"{EXPERTS}.9.up_proj"), r"\(up\): names expert 7 and not expert 0"),
+        (_listing(f"{EXPERTS}.gate_proj"), r"experts \(gate\) is bf16 as plain, .* \(up\) is fp8_block128 as scaled"),
+        (
+            _listing(f"{EXPERTS}.7.up_proj", f"{EXPERTS}.9.up_proj"),
+            r"\(up\): names expert 7, 9 and not expert 0, 1, 2, 3, \.\.\.",
+        ),
         (_listing("re:mlp.(experts"), r"'mlp.\(experts' is not a regular expression"),
         (
             {
@@ -185,3 +189,100 @@ def test_a_layer_is_read_by_its_experts_module() -> None:
 def test_projections_that_differ_have_no_common_scheme() -> None:
     with pytest.raises(SpecError, match=r"\(down\) is bf16 as plain; .*one by one .read_layer"):
         QuantScheme.from_hf(_listing("experts.down_proj"), EXPERTS)
+
+
+NUMBER = 6
+
+
+def _of_experts(experts: Iterable[int], prefix: str = "") -> list[str]:
+    return [f"{prefix}{EXPERTS}.{e}.{p}" for e in experts for p in ("gate_proj", "up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{EXPERTS}.{expert}" for expert in range(NUMBER)],
+        _of_experts(range(NUMBER)),
+        _of_experts(range(NUMBER), prefix="language_model."),
+        [f"{EXPERTS}.0", rf"re:{EXPERTS}\.[1-5]\..*"],
+        [r"re:.*experts\.[0-5]\."],
+        [f"{EXPERTS}.{expert}*" for expert in range(NUMBER)],
+    ],
+    ids=lambda names: names[0],
+)
+def test_a_list_that_names_every_expert(names: list[str]) -> None:
+    assert read_layer(_listing(*names), EXPERTS, num_experts=NUMBER).quant.w13 == BF16
+    with pytest.raises(SpecError, match="how many there are is not known here"):
+        read_layer(_listing(*names), EXPERTS)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("num_experts", [None, NUMBER, 384])
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{EXPERTS}.0"],
+        [f"{EXPERTS}.1"],
+        [f"{EXPERTS}.0.gate_proj", f"{EXPERTS}.0.up_proj"],
+        [f"{EXPERTS}.1.gate_proj"],
+        [f"{EXPERTS}.0.gate_up_proj"],
+        _of_experts([0, 1, 2, 3, 5]),
+        _of_experts(range(NUMBER - 1)),
+        [f"{EXPERTS}.0*"],
+        [r"re:.*experts\.0\..*"],
+        [r"re:.*experts\.5\..*"],
+        [r"re:.*experts\.[1-9]+\..*"],
+        [f"{EXPERTS}.?.up_proj", f"{EXPERTS}.3.down_proj"],
+    ],
+    ids=str,
+)
+def test_a_list_that_names_some_experts(names: list[str], num_experts: int | None) -> None:
+    if num_experts == NUMBER and names[0].endswith("?.up_proj"):
+        names = names[1:]
+    with pytest.raises(SpecError, match=r"names expert \d.* and not expert \d.*; the experts of a layer must agree"):
+        read_layer(_listing(*names), EXPERTS, num_experts=num_experts)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("pattern", [r".*experts\.47\..*", r".*experts\.4\d\..*", r".*experts\.1\d\d\..*"])
+def test_a_pattern_that_means_some_experts(pattern: str) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {f"-:{pattern}": {}}}
+    for wanted in (config, _listing(f"re:{pattern}")):
+        with pytest.raises(SpecError, match=r"names expert .* and not expert"):
+            read_layer(wanted, EXPERTS, num_experts=256)
+
+
+@pytest.mark.error_path
+def test_modules_in_a_block_that_are_some_experts() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    names = [[f"mlp.experts.{e}.{p}_proj" for p in ("gate", "up", "down")] for e in range(NUMBER)]
+    config["modules_in_block_to_quantize"] = names
+    assert read_layer(config, EXPERTS, num_experts=NUMBER).w2.storage == "gptq"
+    config["modules_in_block_to_quantize"] = names[:-1]
+    with pytest.raises(SpecError, match=r"\(gate\): names expert 0, 1, 2, 3, \.\.\. and not expert 5"):
+        read_layer(config, EXPERTS, num_experts=NUMBER)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("experts", "num_experts", "match"),
+    [
+        ((0, 1, 3), None, r"names expert 0, 1, 3 and not expert 2"),
+        ((1, 2), None, r"names expert 1, 2 and not expert 0"),
+        ((0, 1), 3, r"names expert 0, 1 and not expert 2"),
+    ],
+)
+def test_a_table_that_leaves_out_experts(experts: tuple[int, ...], num_experts: int | None, match: str) -> None:
+    layers = {name: {"quant_algo": "FP8"} for name in _of_experts(experts)}
+    config = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    with pytest.raises(SpecError, match=match):
+        read_layer(config, EXPERTS, num_experts=num_experts)
+    with pytest.raises(SpecError, match="names expert 0 and not expert 1"):
+        read_layer({**config, "quantized_layers": {f"{EXPERTS}.0": {"quant_algo": "FP8"}}}, EXPERTS, num_experts=2)
+
+
+@pytest.mark.error_path
+def test_a_table_in_which_an_expert_after_a_gap_differs() -> None:
+    table = {name: "FLOAT" for name in _of_experts((0, 1, 3))} | {f"{EXPERTS}.3.up_proj": "W8A8_DYNAMIC"}
+    with pytest.raises(SpecError, match=r"names expert 0, 1, 3 and not expert 2|experts or names disagree"):
+        Weight(EXPERTS, "up", "bf16").entry(table)

@@ -9,7 +9,7 @@ import pytest
 from quant_configs import CONFIGS
 
 from moe_core.errors import SpecError
-from moe_core.quant import QuantScheme, read_layer
+from moe_core.quant import BF16, QuantScheme, read_layer
 
 pytestmark = pytest.mark.error_path
 
@@ -37,7 +37,7 @@ CT = "config_groups/group_0"
             {"quant_method": "of_tomorrow"},
             "quant_method 'of_tomorrow' is not read; known: awq, compressed-tensors, fp8",
         ),
-        ({"bits": 4}, "quant_method 'None' is not read"),
+        ({"bits": 4}, "quant_method None is not read"),
         # fp8
         (_changed("fp8_block128", "rotation", "hadamard"), "field 'rotation' is not understood and may change numbers"),
         (_changed("fp8_block128", "fmt", "e5m2"), "fmt 'e5m2' is not understood; known: absent, e4m3"),
@@ -87,6 +87,20 @@ CT = "config_groups/group_0"
             _changed("ct_w8a8_int8", "config_groups/group_1", CONFIGS["ct_w4a8_int8"]["config_groups"]["group_0"]),
             "config_groups group_0, group_1 target it alike and differ",
         ),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/num_bits", [8]), r"num_bits to be a whole number, got \[8\]"),
+        (_changed("ct_w8a8_int8", f"{CT}/weights/symmetric", 1), "symmetric 1 is not understood"),
+        (_changed("ct_fp8_block", f"{CT}/input_activations/group_size", 0), "group_size of strategy 'group' .* got 0"),
+        (
+            _changed("ct_nvfp4", f"{CT}/input_activations/group_size", 0),
+            "group_size of strategy 'tensor_group' .* got 0",
+        ),
+        (_changed("ct_w4a16_g128", f"{CT}/weights/group_size", 0), "group_size of strategy 'group' .* got 0"),
+        (_changed("ct_w8a8_int8", "config_groups", {}), "expected config_groups to be groups of arguments, got {}"),
+        (_changed("ct_w8a8_int8", "config_groups", None), "expected config_groups to be groups of arguments, got None"),
+        (_changed("ct_w8a8_int8", f"{CT}/targets", []), r"config_groups group_0: expected targets, got \[\]"),
+        (_changed("ct_w8a8_int8", f"{CT}/targets", [""]), r"targets to be a list of names, got \[''\]"),
+        (_changed("ct_w8a8_int8", f"{CT}/targets", "Linear"), "targets to be a list of names, got 'Linear'"),
+        (_changed("ct_w8a8_int8", "ignore", False), "ignore to be a list of names, got False"),
         # modelopt
         (_changed("modelopt_nvfp4", "quant_algo", "NVFP4_SVD"), "quant_algo 'NVFP4_SVD' is not read; known: FP8"),
         (_changed("modelopt_nvfp4", "group_size", 32), "quant_algo NVFP4 has group_size 16, got 32"),
@@ -100,6 +114,58 @@ CT = "config_groups/group_0"
             _changed("modelopt_mixed", "quantized_layers", {EXPERTS: {"quant_algo": "NVFP4", "encoding": "csf"}}),
             "field 'encoding'",
         ),
+        *(
+            (_changed("modelopt_nvfp4", "quant_algo", value), "quant_algo.*(got none|to be text)")
+            for value in (None, 0, False, [])
+        ),
+        (
+            {"quant_method": "modelopt"},
+            "expected quant_algo, got none; known: FP8, .*MIXED_PRECISION, UNQUANTIZED, NONE",
+        ),
+        (
+            _changed("modelopt_mixed", "quantized_layers", {EXPERTS: {"group_size": 16}}),
+            "expected quant_algo, got none",
+        ),
+        (
+            _changed("modelopt_nvfp4", "quant_algo", "NONE"),
+            "quant_algo NONE and config_groups group_0 weights of 4 bits",
+        ),
+        (
+            _changed("modelopt_nvfp4", f"{CT}/weights", {"num_bits": 8, "type": "int"}),
+            "quant_algo NVFP4 and config_groups group_0 weights of 8 bits, int, contradict",
+        ),
+        (
+            _changed("modelopt_nvfp4", "quant_algo", "W4A16_NVFP4"),
+            "quant_algo W4A16_NVFP4 and config_groups group_0 input_activations of 4 bits, float, contradict",
+        ),
+        (
+            _changed("modelopt_fp8", "weights", {"num_bits": 4}),
+            "quant_algo FP8 and weights of 4 bits, None, contradict",
+        ),
+        (
+            _changed("modelopt_fp8", "quant_method", "modelopt_fp4"),
+            "quant_method modelopt_fp4 and quant_algo FP8 contra",
+        ),
+        (_changed("modelopt_nvfp4", "quant_method", "modelopt_fp8"), "quant_method modelopt_fp8 and quant_algo NVFP4"),
+        (
+            _changed("modelopt_nvfp4", "quant_method", "modelopt_mixed"),
+            "quant_method modelopt_mixed and quant_algo NVF",
+        ),
+        (_changed("modelopt_mixed", "quant_method", "modelopt_fp4"), "modelopt_fp4 and quant_algo MIXED_PRECISION"),
+        (
+            _changed("modelopt_file_mxfp8", "quant_method", "modelopt_fp4"),
+            "quant_method modelopt_fp4 and quant_algo MXF",
+        ),
+        (
+            _changed("modelopt_nvfp4", "quantized_layers", {EXPERTS: {"quant_algo": "FP8"}}),
+            "quant_algo NVFP4 and quantized_layers contradict each other",
+        ),
+        (_changed("modelopt_mixed", "quantized_layers", {}), "MIXED_PRECISION to come with quantized_layers, got {}"),
+        (
+            _changed("modelopt_nvfp4", "config_groups", ["fp4"]),
+            r"config_groups to be groups of arguments, got \['fp4'\]",
+        ),
+        (_changed("modelopt_nvfp4", "weights", "fp4"), "expected weights to be fields, got 'fp4'"),
         # gptq and awq
         (_changed("gptq_g128", "bits", 3), "bits 3 is not understood; known: 4, 8"),
         (_changed("awq_g128", "bits", 8), "bits 8 is not understood; known: 4"),
@@ -109,6 +175,23 @@ CT = "config_groups/group_0"
         (_changed("gptq_g128", "group_size", "128"), "group_size to be a whole number"),
         (_changed("gptq_g128", "dynamic", [".*"]), "dynamic to be patterns with fields"),
         (_changed("gptq_g128", "dynamic", {".*": {"adapter": 1}}), "field 'adapter'"),
+        (
+            _changed("gptq_g128", "modules_in_block_to_quantize", 5),
+            "modules_in_block_to_quantize to be a list .* got 5",
+        ),
+        (
+            _changed("gptq_g128", "modules_in_block_to_quantize", [5]),
+            "modules_in_block_to_quantize to be a list .* got 5",
+        ),
+        (_changed("gptq_g128", "modules_in_block_to_quantize", "mlp"), "modules_in_block_to_quantize .* got 'mlp'"),
+        (_changed("gptq_g128", "modules_in_block_to_quantize", []), r"modules_in_block_to_quantize .* got \[\]"),
+        (
+            _changed("gptq_g128", "format", "gptq_v2"),
+            "checkpoint_format 'gptq' and format 'gptq_v2' contradict each other",
+        ),
+        (_changed("gptq_g128", "dynamic", {1: {}}), "dynamic to be patterns with fields, got {1: {}}"),
+        ({**CONFIGS["gptq_g128"], 1: "a", "a": 1}, "field 1, 'a' is not understood"),
+        ({**CONFIGS["modelslim_description"], 1: "a"}, "field 1 is not understood"),
         (_changed("awq_g128", "version", "gemv"), "version 'gemv' is not understood; known: absent, gemm"),
         (_changed("awq_g128", "zero_point", "yes"), "zero_point 'yes' is not understood; known: absent, True, False"),
         # modelslim
@@ -154,6 +237,13 @@ def test_descriptions_of_w4a8(field: str, value: Any, match: str) -> None:
         # transformers writes it for AWQ whatever the zero points are.
         ("awq_g128", "sym", True),
         ("modelopt_nvfp4", "modules_to_not_convert", ["model.layers.*.self_attn"]),
+        ("awq_sym_g64", "bits", None),
+        ("awq_sym_g64", "group_size", None),
+        ("gptq_g128", "format", "gptq"),
+        ("gptq_g128", "sym", None),
+        ("modelopt_nvfp4", "quant_method", "modelopt_fp4"),
+        ("modelopt_nvfp4", "quantized_layers", {}),
+        ("ct_w8a8_int8", f"{CT}/weights/num_bits", None),
     ],
 )
 def test_fields_that_change_no_numbers(name: str, path: str, value: Any) -> None:
@@ -163,3 +253,10 @@ def test_fields_that_change_no_numbers(name: str, path: str, value: Any) -> None
 def test_unquantized_weights_have_a_dtype_of_layers() -> None:
     with pytest.raises(SpecError, match=r"field 'dtype': 'nvfp4' is not one of fp32, bf16, fp16"):
         QuantScheme.from_hf(None, EXPERTS, "nvfp4")
+
+
+def test_an_algorithm_that_says_none() -> None:
+    """Excluded modules need no algorithm that is read, and one that quantizes nothing says so."""
+    assert QuantScheme.from_hf({"quant_method": "modelopt", "quant_algo": "NONE"}, EXPERTS) == BF16
+    left = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": ["*.experts*"]}
+    assert QuantScheme.from_hf(left, EXPERTS) == BF16

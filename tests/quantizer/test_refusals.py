@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_checkpoints import MODULE, expert_weights, fused, one_by_one, write_checkpoint
 
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, WeightsError
 from moe_core.quantizer import checkpoint
 from moe_core.quantizer.checkpoint import quantize_checkpoint, require_quantizable
 from moe_core.quantizer.input_amax import ExpertInputs, ModelInputs
+from moe_core.quantizer.output import new_folder, stale_folders
 
 pytestmark = pytest.mark.error_path
 
@@ -62,9 +64,10 @@ def test_no_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_quantized_already_by_its_configuration(nested: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_quantized_already_by_its_configuration(nested: bool, name: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", one_by_one(expert_weights()))
-    says = {"quantization_config": {"quant_method": "awq"}}
+    says = {name: {"quant_method": "awq"}}
     (source / "config.json").write_text(json.dumps({"text_config": says} if nested else says))
     _refused(source, tmp_path / "out", SpecError, "quantized already .*awq")
 
@@ -181,3 +184,48 @@ def test_inputs_that_were_not_measured(tmp_path: Path) -> None:
     for default in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(SpecError, match="finite number > 0"):
             ModelInputs(default=default)
+
+
+@pytest.mark.parametrize("made", ["", "new", "new/deeper"])
+def test_folders_above_vanish_with_it(made: str, tmp_path: Path) -> None:
+    tensors = one_by_one(expert_weights())
+    # Found when half of the experts are written.
+    tensors[f"{MODULE}.2.up_proj.weight"].fill_(torch.nan)
+    source = write_checkpoint(tmp_path / "source", tensors)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(WeightsError, match="infinities or NaN"):
+        quantize_checkpoint(source, tmp_path / "there" / made / "out", "w8a8_int8")
+    assert not any((tmp_path / "there").iterdir())
+
+
+def test_folders_above_that_others_use_stay(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_folder(tmp_path / "new" / "deeper" / "out"):
+            (tmp_path / "new" / "theirs").touch()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["theirs"]
+
+
+def test_what_killed_runs_left(tmp_path: Path) -> None:
+    assert stale_folders(tmp_path / "none" / "out") == ()
+    for name in (".out.abc.partial", ".other.abc.partial", ".out.json", "out"):
+        (tmp_path / name).mkdir()
+    assert stale_folders(tmp_path / "out") == (tmp_path / ".out.abc.partial",)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_outside_the_experts(dtype: torch.dtype, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors = {**one_by_one(expert_weights()), name: torch.ones(4, 4).to(dtype)}
+    source = write_checkpoint(tmp_path / "source", tensors)
+    _refused(source, tmp_path / "out", WeightsError, rf"nothing was written:\n  {name}: {dtype}$")
+
+
+def test_tables_of_integers_are_copied(tmp_path: Path) -> None:
+    tensors = {**one_by_one(expert_weights()), "model.layers.1.mlp.gate.table": torch.arange(5)}
+    quantize_checkpoint(write_checkpoint(tmp_path / "source", tensors), tmp_path / "out", "w8a8_int8")
+    copied = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.gate.table"]
+    assert copied.tolist() == [0, 1, 2, 3, 4]

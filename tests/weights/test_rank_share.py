@@ -91,13 +91,17 @@ def test_copies_of_an_expert_are_read_once(storage: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("storage", ["modelopt_nvfp4", "compressed_tensors_nvfp4"])
-def test_input_scales_multiply_and_serve_both_halves(storage: str, tmp_path: Path) -> None:
-    request = make_request(NVFP4)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_input_scales_are_the_largest_of_all_ranks(storage: str, ep_size: int, tmp_path: Path) -> None:
+    request = make_request(NVFP4, ep_size=ep_size)
     stored = write_layer(tmp_path, request, (storage, storage))
-    with Checkpoint(tmp_path) as checkpoint:
-        tensors = load_experts(checkpoint, MODULE, request, stored_layer(request, storage)).tensors
-    for name, wanted in zip(("w13", "w2"), stored.input_scales, strict=True):
-        torch.testing.assert_close(tensors[f"{name}_input_scale"], torch.tensor(wanted))
+    for rank in range(ep_size):
+        with Checkpoint(tmp_path) as checkpoint:
+            layer = stored_layer(request, storage)
+            tensors = load_experts(checkpoint, MODULE, request, layer, ep_rank=rank).tensors
+        count = len(request.local_experts(rank))
+        for name, scales in zip(("w13", "w2"), stored.input_scales, strict=True):
+            torch.testing.assert_close(tensors[f"{name}_input_scale"], torch.full((count,), max(scales)))
 
 
 def test_both_projections_may_be_stored_differently(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import attrs
 import torch
 
 from moe_core.environment import Environment
+from moe_core.integrations.transformers.arguments import float_dtype, reachable_device
 from moe_core.integrations.transformers.bridge import prepare_modules
 from moe_core.integrations.transformers.dense import read_dense
+from moe_core.integrations.transformers.layer_stack import LayerStack
 from moe_core.integrations.transformers.loading_progress import LoadingProgress
 from moe_core.integrations.transformers.model_shell import ModelShell
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
@@ -23,6 +25,7 @@ from moe_core.manager import BackendManager, default_manager
 from moe_core.model_config import quantization_of, read_config
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import load_experts
+from moe_core.weights.names import experts_modules
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -81,13 +84,17 @@ def load_model(
         progress: Called with (bytes dealt with, bytes in all).
 
     Raises:
-        SpecError: The configuration is missing, or its quantization is not understood.
+        UnknownNameError: No such dtype.
+        SpecError: There is no such device, the configuration is missing, or its quantization is not understood.
         UnsupportedModelError: transformers does not know the model, or its experts have a trait that is not understood.
         ResolutionError: No combination fits a layer, or a pin does not.
-        WeightsError: Lists every tensor that is missing, unknown, misshapen or stored in a way that is not understood.
+        WeightsError: Lists every tensor that is missing, unknown, misshapen or stored in a way that is not understood,
+            or that is of a layer past those that the configuration declares.
     """
     register()
-    path, device = Path(path), torch.device(device)
+    path, device = Path(path), reachable_device(device)
+    if dtype is not None:
+        float_dtype(dtype)
     quantization = quantization_of(read_config(path))
     shell = ModelShell(path)
     dtype = dtype or shell.dtype
@@ -98,10 +105,12 @@ def load_model(
         a2a_backend=a2a_backend,
     )
     with Checkpoint(path) as checkpoint:
+        stack = LayerStack.of(shell.config, experts_modules(checkpoint.names))
+        stack.require_declared(path, checkpoint.names)
         modules = find_stored_experts(shell.sketch(), checkpoint.names, quantization, dtype, device)
         for module in modules:
             preparer.plan(module.layout, module.top_k)
-        dense = dense_names(checkpoint.names, modules, shell.num_layers)
+        dense = dense_names(checkpoint.names, modules, stack)
         report = LoadingProgress(checkpoint, dense, modules, progress)
         model = shell.build(
             dtype,

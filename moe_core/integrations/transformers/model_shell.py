@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_core.errors import MoeCoreError, SpecError, UnsupportedModelError, WeightsError
+from moe_core.errors import SpecError, UnsupportedModelError
+from moe_core.integrations.transformers.loading_checks import (
+    call_transformers,
+    require_loaded,
+    require_whole_experts,
+)
 from moe_core.integrations.transformers.traits import DTYPE_NAMES, NAME
 from moe_core.payloads import TORCH_DTYPES, Tensor
 
@@ -36,7 +41,7 @@ class ModelShell:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         self._path = path
-        self.config = self._called(lambda: AutoConfig.from_pretrained(path, local_files_only=True))
+        self.config = call_transformers(path, lambda: AutoConfig.from_pretrained(path, local_files_only=True))
         if type(self.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             kind = self.config.model_type
             raise UnsupportedModelError(f"model {path}: transformers has no causal language model for {kind!r}")
@@ -57,15 +62,10 @@ class ModelShell:
             )
         return word
 
-    @property
-    def num_layers(self) -> int | None:
-        """Layers of the model's own stack, as far as the configuration says."""
-        return getattr(self.config.get_text_config(), "num_hidden_layers", None)
-
     def sketch(self) -> torch.nn.Module:
         """The model without data."""
         with torch.device("meta"):
-            model: torch.nn.Module = self._called(lambda: self.model_class(self.config))
+            model: torch.nn.Module = call_transformers(self._path, lambda: self.model_class(self.config))
         return model
 
     def build(self, dtype: str, tensors: dict[str, Tensor], replace: Callable[[torch.nn.Module], None]) -> Any:
@@ -78,10 +78,11 @@ class ModelShell:
 
         Raises:
             UnsupportedModelError: transformers cannot load it.
-            WeightsError: Lists every tensor that is missing, unknown to the model or misshapen.
+            WeightsError: Lists every tensor that is missing, unknown to the model, misshapen or not of floats.
         """
         from transformers import GenerationConfig
 
+        require_whole_experts(self._path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         model_class = self.model_class
 
         def __init__(model: Any, config: Any, *arguments: Any, **more: Any) -> None:
@@ -91,7 +92,8 @@ class ModelShell:
         # transformers allocates every parameter that a model has when its constructor returns.
         fields = {"__init__": __init__, "__module__": model_class.__module__}
         derived: Any = type(model_class.__name__, (model_class,), fields)
-        model, info = self._called(
+        model, info = call_transformers(
+            self._path,
             lambda: derived.from_pretrained(
                 None,
                 config=self.config,
@@ -99,34 +101,13 @@ class ModelShell:
                 dtype=TORCH_DTYPES[dtype],
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-            )
+            ),
         )
-        problems = list(_problems(info))
-        if problems:
-            title = f"{self._path}: tensors outside the experts do not fit {model_class.__name__}; nothing was loaded:"
-            raise WeightsError("\n  ".join([title, *problems]))
+        require_loaded(self._path, model, info, {name: tensor.dtype for name, tensor in tensors.items()})
         model.__class__ = model_class
         if (self._path / _GENERATION_FILE).is_file():
             # Loaded from tensors, transformers looks for no such file.
-            model.generation_config = self._called(
-                lambda: GenerationConfig.from_pretrained(self._path, local_files_only=True)
+            model.generation_config = call_transformers(
+                self._path, lambda: GenerationConfig.from_pretrained(self._path, local_files_only=True)
             )
         return model
-
-    def _called(self, function: Callable[[], Any]) -> Any:
-        """What transformers answers, with its own errors as one of this project."""
-        try:
-            return function()
-        except MoeCoreError:
-            raise
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-            raise UnsupportedModelError(
-                f"model {self._path} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _problems(info: dict[str, Any]) -> Iterator[str]:
-    yield from (f"{name}: missing" for name in sorted(info["missing_keys"]))
-    yield from (f"{name}: unknown to the model" for name in sorted(info["unexpected_keys"]))
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        yield f"{name}: has shape {list(found)}, the model {list(expected)}"

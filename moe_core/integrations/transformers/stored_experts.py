@@ -9,7 +9,8 @@ import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError
-from moe_core.expert_names import is_draft, layer_index
+from moe_core.expert_names import layer_index
+from moe_core.integrations.transformers.layer_stack import LayerStack
 from moe_core.integrations.transformers.layout import ExpertsLayout, read_layout
 from moe_core.integrations.transformers.selfcheck import check_formula
 from moe_core.integrations.transformers.traits import configured_top_k, is_experts, state_names
@@ -73,7 +74,7 @@ def find_stored_experts(
             raise UnsupportedModelError(f"experts module {name}: expected one per numbered layer")
         layout = read_layout(module.to(TORCH_DTYPES[dtype]), with_data=False)
         stored_as = choose_module(modules, number)
-        stored = read_layer(quantization, stored_as, dtype, gated=layout.flags.has_gate)
+        stored = read_layer(quantization, stored_as, dtype, gated=layout.flags.has_gate, num_experts=layout.num_experts)
         if not stored.quant.is_quantized:
             continue
         _refuse_state(name, module, layout)
@@ -87,16 +88,10 @@ def find_stored_experts(
     return found
 
 
-def dense_names(names: Iterable[str], experts: Collection[StoredExperts], num_layers: int | None) -> list[str]:
+def dense_names(names: Iterable[str], experts: Collection[StoredExperts], stack: LayerStack) -> list[str]:
     """Names outside the quantized experts and outside draft layers, which transformers' models do not have."""
     inside = tuple(f"{module.stored_as}." for module in experts)
-
-    def is_past_the_last(name: str) -> bool:
-        number = layer_index(name)
-        return number is not None and num_layers is not None and number >= num_layers
-
-    outside = (name for name in names if not name.startswith(inside))
-    return sorted(name for name in outside if not is_draft(name) and not is_past_the_last(name))
+    return sorted(name for name in names if not name.startswith(inside) and not stack.is_of_draft(name))
 
 
 def _refuse_state(name: str, module: torch.nn.Module, layout: ExpertsLayout) -> None:

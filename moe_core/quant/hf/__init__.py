@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_core.errors import SpecError
 from moe_core.quant.hf.compressed_tensors import read_compressed_tensors
+from moe_core.quant.hf.fields import text
 from moe_core.quant.hf.fp8 import read_fp8, read_mxfp8
 from moe_core.quant.hf.gptq_awq import read_awq, read_gptq
 from moe_core.quant.hf.modelopt import read_modelopt
@@ -38,7 +39,12 @@ READERS: dict[str, Reader] = {
 
 
 def read_layer(
-    config: Mapping[str, Any] | None, experts_module: str, dtype: str = "bf16", *, gated: bool = True
+    config: Mapping[str, Any] | None,
+    experts_module: str,
+    dtype: str = "bf16",
+    *,
+    gated: bool = True,
+    num_experts: int | None = None,
 ) -> StoredLayer:
     """What both projections of an experts module are stored as.
 
@@ -48,6 +54,7 @@ def read_layer(
         experts_module: Dotted name of the experts module, as the checkpoint's tensors have it.
         dtype: Layer dtype, which unquantized weights have.
         gated: Whether `w13` has a gate.
+        num_experts: How many experts the layer has; without it, a list that names them one by one is an error.
 
     Raises:
         SpecError: As `QuantScheme.from_hf`, or gate and up differ, which share one GEMM.
@@ -55,7 +62,8 @@ def read_layer(
     if halves_of(experts_module)[0] != experts_module:
         raise SpecError(f"read_layer: {experts_module!r} is a projection, expected the experts module above it")
     w13 = ("gate", "up") if gated else ("up",)
-    return StoredLayer(_agreed(config, experts_module, w13, dtype), _agreed(config, experts_module, ("down",), dtype))
+    first, second = (_agreed(config, experts_module, halves, dtype, num_experts) for halves in (w13, ("down",)))
+    return StoredLayer(first, second)
 
 
 def read_scheme(config: Mapping[str, Any] | None, module_name: str, dtype: str) -> StoredScheme:
@@ -64,8 +72,14 @@ def read_scheme(config: Mapping[str, Any] | None, module_name: str, dtype: str) 
     return _agreed(config, experts, halves, dtype)
 
 
-def _agreed(config: Mapping[str, Any] | None, experts: str, halves: tuple[str, ...], dtype: str) -> StoredScheme:
-    weights = [Weight(experts, half, dtype) for half in halves]
+def _agreed(
+    config: Mapping[str, Any] | None,
+    experts: str,
+    halves: tuple[str, ...],
+    dtype: str,
+    num_experts: int | None = None,
+) -> StoredScheme:
+    weights = [Weight(experts, half, dtype, num_experts) for half in halves]
     found = {str(weight): _read(config, weight) for weight in weights}
     first = found[str(weights[0])]
     if any(stored != first for stored in found.values()):
@@ -78,9 +92,13 @@ def _agreed(config: Mapping[str, Any] | None, experts: str, halves: tuple[str, .
 
 
 def _read(config: Mapping[str, Any] | None, weight: Weight) -> StoredScheme:
+    if config is None:
+        return weight.unquantized()
+    if not isinstance(config, Mapping):
+        raise weight.error(f"expected fields with values or None, got {config!r}")
     if not config:
         return weight.unquantized()
-    method = str(config.get("quant_method") or _method_by_content(config))
+    method = text(config, "quant_method", weight) or _method_by_content(config)
     if method not in READERS:
         raise weight.error(
             f"quant_method {method!r} is not read; known: {', '.join(READERS)}. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.quant.hf.fields import look_up, refuse_unknown, whole_number
+from moe_core.quant.hf.fields import look_up, refuse_unknown, text, whole_number
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.scheme import PER_TENSOR, WHOLE
 
@@ -41,11 +41,11 @@ def weight_fields(args: Mapping[str, Any], weight: Weight, exponents: bool) -> d
     dtype = _dtype(args, weight)
     look_up(args, "dynamic", dict.fromkeys((None, False)), weight)
     look_up(args, "actorder", _CALIBRATION_ORDERS, weight)
-    strategy = _strategy(args)
+    strategy = _strategy(args, weight)
     if strategy == "block":
         block = _block_structure(args, weight)
     elif strategy in ("group", "tensor_group"):
-        block = (1, whole_number(args, "group_size", weight))
+        block = (1, _group_size(args, weight))
     else:
         block = look_up({"strategy": strategy}, "strategy", {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}, weight)
     fields: dict[str, Any] = {
@@ -67,15 +67,16 @@ def activation_fields(args: Mapping[str, Any] | None, weight: Weight, exponents:
     dtype = _dtype(args, weight)
     look_up(args, "symmetric", dict.fromkeys((None, True)), weight)
     look_up(args, "actorder", dict.fromkeys((None, False)), weight)
-    strategy, dynamic = _strategy(args), args.get("dynamic", False)
+    strategy = _strategy(args, weight)
+    dynamic = look_up(args, "dynamic", {None: False, False: False, True: True, "local": "local"}, weight)
     if strategy == "tensor_group":
         # Blocks always have scales of their data; what the checkpoint brings is the scale of the whole.
         look_up(args, "dynamic", dict.fromkeys((None, False, "local")), weight)
-        group, scaling = whole_number(args, "group_size", weight), "static"
+        group, scaling = _group_size(args, weight), "static"
     elif strategy == "tensor" and dynamic is False:
         group, scaling = PER_TENSOR, "static"
     elif strategy == "group":
-        group, scaling = whole_number(args, "group_size", weight), "dynamic"
+        group, scaling = _group_size(args, weight), "dynamic"
     else:
         group = look_up({"strategy": strategy}, "strategy", {"token": WHOLE, "tensor": PER_TENSOR}, weight)
         scaling = "dynamic"
@@ -91,25 +92,36 @@ def activation_fields(args: Mapping[str, Any] | None, weight: Weight, exponents:
 
 def _dtype(args: Mapping[str, Any], weight: Weight) -> str:
     refuse_unknown(args, weight, _USED, _HARMLESS)
-    key = (str(args.get("type", "int")).lower(), args.get("num_bits", 8))
+    bits = 8 if args.get("num_bits") is None else whole_number(args, "num_bits", weight)
+    key = ((text(args, "type", weight) or "int").lower(), bits)
     if key not in _DTYPES:
         known = ", ".join(f"{kind} of {bits} bits" for kind, bits in _DTYPES)
         raise weight.error(f"{key[0]} of {key[1]} bits is not understood; known: {known}")
     return _DTYPES[key]
 
 
-def _strategy(args: Mapping[str, Any]) -> str:
+def _strategy(args: Mapping[str, Any], weight: Weight) -> str:
     """The strategy, or what the package takes the group size to mean where there is none."""
-    if strategy := args.get("strategy"):
-        return str(strategy).lower()
-    group = args.get("group_size")
-    return "tensor" if group is None else "channel" if group == WHOLE else "group"
+    strategy = text(args, "strategy", weight)
+    if strategy is not None:
+        return strategy.lower()
+    if args.get("group_size") is None:
+        return "tensor"
+    return "channel" if whole_number(args, "group_size", weight) == WHOLE else "group"
+
+
+def _group_size(args: Mapping[str, Any], weight: Weight) -> int:
+    """Channels of a group; a scheme would read 0 as one scale per tensor."""
+    size = whole_number(args, "group_size", weight)
+    if size < 1:
+        raise weight.error(f"expected group_size of strategy {_strategy(args, weight)!r} to be positive, got {size}")
+    return size
 
 
 def _scale(args: Mapping[str, Any], weight: Weight, exponents: bool) -> str:
     """Type of the scales: what `scale_dtype` says, else what follows from the format and the strategy."""
     fp4 = _dtype(args, weight) == "fp4"
-    default = "e4m3" if _strategy(args) == "tensor_group" else "e8m0" if exponents or fp4 else "fp32"
+    default = "e4m3" if _strategy(args, weight) == "tensor_group" else "e8m0" if exponents or fp4 else "fp32"
     meanings: dict[Any, str] = {None: default, **dict.fromkeys(_EXPONENTS, "e8m0"), **dict.fromkeys(_E4M3, "e4m3")}
     return look_up(args, "scale_dtype", {**meanings, **dict.fromkeys(_FLOATS, "fp32")}, weight)
 

@@ -5,12 +5,12 @@ Source: the configuration classes of the compressed-tensors package, 0.9 to 0.20
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_core.quant.hf.compressed_args import activation_fields, weight_fields
-from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown
-from moe_core.quant.hf.name_list import is_listed, matches
+from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, tables, text
+from moe_core.quant.hf.name_list import is_listed
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.stored import StoredScheme
 
@@ -48,22 +48,23 @@ def read_compressed_tensors(config: Mapping[str, Any], weight: Weight) -> Stored
     refuse_unknown(config, weight, _USED, _HARMLESS)
     look_up(config, "quantization_status", dict.fromkeys((None, "compressed", "frozen")), weight)
     for field in ("sparsity_config", "transform_config", "moe_sparsity_config"):
-        value = config.get(field)
-        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+        value = table(config, field, weight)
+        if value and value.get("format") != "dense":
             raise weight.error(f"{field} is not understood and changes numbers: {value!r}")
     if is_listed(weight, names_in(config, "ignore", weight=weight)):
         return weight.unquantized()
     group = _group_of(config, weight)
     if group is None or group.get("weights") is None:
-        if group and group.get("input_activations"):
+        if group is not None and group.get("input_activations") is not None:
             raise weight.error("quantizes activations and not weights, which has no scheme")
         return weight.unquantized()
-    return _read_group(group, group.get("format") or config.get("format"), weight)
+    form = text(group, "format", weight)
+    return _read_group(group, text(config, "format", weight) if form is None else form, weight)
 
 
-def _read_group(group: Mapping[str, Any], form: Any, weight: Weight) -> StoredScheme:
+def _read_group(group: Mapping[str, Any], form: str | None, weight: Weight) -> StoredScheme:
     refuse_unknown(group, weight, _GROUP, ())
-    if group.get("output_activations"):
+    if group.get("output_activations") is not None:
         raise weight.error(f"output_activations are not understood: {group['output_activations']!r}")
     storages = look_up({"format": form}, "format", _FORMATS, weight)
     scheme = weight.scheme(
@@ -79,14 +80,17 @@ def _read_group(group: Mapping[str, Any], form: Any, weight: Weight) -> StoredSc
 
 def _group_of(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | None:
     """The group with the most telling target; groups that target alike must say the same."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise weight.error(f"expected config_groups to be groups of arguments, got {groups!r}")
+    groups = tables(config, "config_groups", weight, "groups of arguments")
+    if not groups:
+        raise weight.error(f"expected config_groups to be groups of arguments, got {config.get('config_groups')!r}")
     ranked: dict[int, dict[str, Mapping[str, Any]]] = {}
     for name, group in groups.items():
-        ranks = [_rank(target, weight) for target in names_in(group, "targets", weight=weight)]
-        if found := [rank for rank in ranks if rank is not None]:
-            ranked.setdefault(min(found), {})[name] = group
+        targets = names_in(group, "targets", weight=weight)
+        if not targets:
+            raise weight.error(f"config_groups {name}: expected targets, got {group.get('targets')!r}")
+        rank = _rank(targets, weight)
+        if rank is not None:
+            ranked.setdefault(rank, {})[name] = group
     if not ranked:
         return None
     best = ranked[min(ranked)]
@@ -96,15 +100,17 @@ def _group_of(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | 
     return next(iter(best.values()))
 
 
-def _rank(target: str, weight: Weight) -> int | None:
-    """0 for a name, 1 for a pattern, 2 for a class, None for another module's."""
-    if target.startswith("re:"):
-        return 1 if matches(weight, target.removeprefix("re:")) else None
-    if "." in target or not target[:1].isupper():
-        return 0 if is_listed(weight, [target]) else None
-    if target in _EXPERTS_CLASSES:
-        return 2
-    if target.endswith(_OTHER_CLASSES):
-        return None
-    known = ", ".join(_EXPERTS_CLASSES)
-    raise weight.error(f"whether target class {target!r} means experts is not known; known: {known}")
+def _rank(targets: Sequence[str], weight: Weight) -> int | None:
+    """The most telling target: 0 for a name, 1 for a pattern, 2 for a class, None if all are other modules'."""
+    patterns = [target for target in targets if target.startswith("re:")]
+    others = [target for target in targets if target not in patterns]
+    classes = [target for target in others if "." not in target and target[:1].isupper()]
+    for target in classes:
+        if target not in _EXPERTS_CLASSES and not target.endswith(_OTHER_CLASSES):
+            known = ", ".join(_EXPERTS_CLASSES)
+            raise weight.error(f"whether target class {target!r} means experts is not known; known: {known}")
+    if is_listed(weight, [target for target in others if target not in classes]):
+        return 0
+    if is_listed(weight, patterns):
+        return 1
+    return None if set(classes).isdisjoint(_EXPERTS_CLASSES) else 2

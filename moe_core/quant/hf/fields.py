@@ -1,4 +1,8 @@
-"""Fields of a configuration: only those that are understood, or known to change no numbers."""
+"""Fields of a configuration: only those that are understood, or known to change no numbers.
+
+Every reader takes its values from here, so that a value of another type than expected is the configuration's error and
+never Python's. Null is as good as absent; what is merely empty or false is not.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ def refuse_unknown(config: object, weight: Weight, used: Iterable[str], harmless
     if not isinstance(config, Mapping):
         raise weight.error(f"expected fields with values, got {config!r}")
     known = {*used, *harmless}
-    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
-    if unknown:
+    unknown = [
+        name for name, value in config.items() if name not in known and (value is not None or type(name) is not str)
+    ]
+    if unknown := sorted(unknown, key=str):
         raise weight.error(
             f"field {', '.join(map(repr, unknown))} is not understood and may change numbers; "
             f"read are {', '.join(sorted(used))}"
@@ -26,11 +32,12 @@ def refuse_unknown(config: object, weight: Weight, used: Iterable[str], harmless
 def look_up(config: Mapping[str, Any], field: str, meanings: Mapping[Any, Value], weight: Weight) -> Value:
     """What a field's value means; raises `SpecError` with the known values. None stands for an absent field."""
     value = config.get(field)
-    try:
-        return meanings[value]
-    except (KeyError, TypeError):
-        known = ", ".join("absent" if known is None else str(known) for known in meanings)
-        raise weight.error(f"{field} {value!r} is not understood; known: {known}") from None
+    for known, meaning in meanings.items():
+        # 1 is no True, and 0 no False.
+        if type(known) is type(value) and known == value:
+            return meaning
+    listed = ", ".join("absent" if known is None else str(known) for known in meanings)
+    raise weight.error(f"{field} {value!r} is not understood; known: {listed}")
 
 
 def whole_number(config: Mapping[str, Any], field: str, weight: Weight) -> int:
@@ -41,12 +48,40 @@ def whole_number(config: Mapping[str, Any], field: str, weight: Weight) -> int:
     return value
 
 
+def text(config: Mapping[str, Any], field: str, weight: Weight) -> str | None:
+    """A text field, None if absent; raises `SpecError` for anything else."""
+    value = config.get(field)
+    if value is not None and not isinstance(value, str):
+        raise weight.error(f"expected {field} to be text, got {value!r}")
+    return value
+
+
+def table(config: Mapping[str, Any], field: str, weight: Weight, content: str = "fields") -> Mapping[str, Any] | None:
+    """A field that is a table by text, None if absent; raises `SpecError`, naming `content`, for anything else."""
+    value = config.get(field)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise weight.error(f"expected {field} to be {content}, got {value!r}")
+    return value
+
+
+def tables(config: Mapping[str, Any], field: str, weight: Weight, content: str) -> Mapping[str, Mapping[str, Any]]:
+    """A field that is a table of tables, empty if absent; raises `SpecError`, naming `content`, for anything else."""
+    found = table(config, field, weight, content) or {}
+    if not all(isinstance(value, Mapping) for value in found.values()):
+        raise weight.error(f"expected {field} to be {content}, got {dict(found)!r}")
+    return found
+
+
 def names_in(config: Mapping[str, Any], *fields: str, weight: Weight) -> tuple[str, ...]:
     """The names in all of these list fields; raises `SpecError` for a field that is no list of names."""
     names: list[str] = []
     for field in fields:
-        value = config.get(field) or []
-        if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        value = config.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) and name for name in value):
             raise weight.error(f"expected {field} to be a list of names, got {value!r}")
         names += value
     return tuple(names)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, whole_number
-from moe_core.quant.hf.name_list import is_listed, matches
+from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, text, whole_number
+from moe_core.quant.hf.name_list import is_listed, matches, names_all
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.scheme import WHOLE
 from moe_core.quant.stored import StoredScheme
@@ -66,6 +66,8 @@ _HARMLESS = (
 )
 #: What an entry of `dynamic` may override.
 _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
+#: Fields that name the layout.
+_LAYOUTS = ("checkpoint_format", "format", "version")
 _GPTQ_STORAGES = {None: "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
 _AWQ_STORAGES = {None: "awq", "gemm": "awq"}
 
@@ -88,6 +90,7 @@ def _read(
     zero_point: bool,
 ) -> StoredScheme:
     refuse_unknown(config, weight, _USED, _HARMLESS)
+    config = {field: value for field, value in config.items() if value is not None}
     if is_listed(weight, names_in(config, "modules_to_not_convert", weight=weight)):
         return weight.unquantized()
     override = _override(config, weight)
@@ -99,10 +102,9 @@ def _read(
     look_up(config, "pack_dtype", dict.fromkeys((None, "int32")), weight)
     look_up(config, "is_marlin_format", dict.fromkeys((None, False)), weight)
     # One group per output has one scale, in whatever order its channels are.
-    if config.get("desc_act") and group != WHOLE:
+    if look_up(config, "desc_act", {None: False, False: False, True: True}, weight) and group != WHOLE:
         raise weight.error("desc_act: groups are not of neighbouring channels (g_idx), which has no scheme")
-    form = next((field for field in ("checkpoint_format", "format", "version") if config.get(field)), "format")
-    storage = look_up({form: _lower(config.get(form))}, form, storages, weight)
+    storage = _storage(config, weight, storages)
     scheme = weight.scheme(
         weight_dtype=dtype,
         weight_block=(1, group),
@@ -122,27 +124,43 @@ def _has_zero_points(config: Mapping[str, Any], weight: Weight, default: bool) -
 
 def _override(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | None:
     """What the first pattern of `dynamic` that matches says instead, None if it says not to quantize."""
-    patterns = config.get("dynamic") or {}
-    if not isinstance(patterns, Mapping):
-        raise weight.error(f"expected dynamic to be patterns with fields, got {patterns!r}")
-    for pattern, override in patterns.items():
+    patterns = table(config, "dynamic", weight, "patterns with fields") or {}
+    for pattern in patterns:
         if not matches(weight, pattern.removeprefix("+:").removeprefix("-:")):
             continue
         if pattern.startswith("-:"):
             return None
-        refuse_unknown(override or {}, weight, _OVERRIDES, ())
-        return override or {}
+        override = table(patterns, pattern, weight) or {}
+        refuse_unknown(override, weight, _OVERRIDES, ())
+        return {field: value for field, value in override.items() if value is not None}
     return {}
 
 
 def _is_in_block(config: Mapping[str, Any], weight: Weight) -> bool:
     """Whether the modules to quantize, lists of names inside a layer, hold the weight; all do without such lists."""
-    lists = config.get("modules_in_block_to_quantize")
+    field = "modules_in_block_to_quantize"
+    lists = config.get(field)
     if lists is None:
         return True
-    inside = [name for names in lists for name in ([names] if isinstance(names, str) else names)]
-    return any(name.endswith(f".{listed}") for name in weight.names for listed in inside)
+    if not isinstance(lists, (list, tuple)) or not lists:
+        raise weight.error(f"expected {field} to be a list of names or of lists of names, got {lists!r}")
+    inside = [name for names in lists for name in _names(names, field, weight)]
+    endings = tuple(f".{name}" for name in inside)
+    numbers = {int(part) for name in inside for part in name.split(".") if part.isdecimal()}
+    every = range(weight.num_experts or 0) if numbers else ()
+    return names_all(weight, lambda name: name.endswith(endings), numbers.union(every))
 
 
-def _lower(word: Any) -> Any:
-    return word.lower() if isinstance(word, str) else word
+def _names(entry: Any, field: str, weight: Weight) -> tuple[str, ...]:
+    """The names of one entry, which is a list of names or one."""
+    return names_in({field: [entry] if isinstance(entry, str) else entry}, field, weight=weight)
+
+
+def _storage(config: Mapping[str, Any], weight: Weight, storages: Mapping[str | None, str]) -> str:
+    """The storage of the layout's word; the fields that say it must say the same."""
+    words = {field: word for field in _LAYOUTS if (word := text(config, field, weight)) is not None}
+    found = {field: look_up({field: word.lower()}, field, storages, weight) for field, word in words.items()}
+    if len(set(found.values())) > 1:
+        listed = " and ".join(f"{field} {word!r}" for field, word in words.items())
+        raise weight.error(f"{listed} contradict each other")
+    return next(iter(found.values()), storages[None])

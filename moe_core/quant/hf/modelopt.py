@@ -5,12 +5,12 @@ Source: the export module of NVIDIA's Model Optimizer, 0.19 to 0.47.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from moe_core.quant.hf.fields import names_in, refuse_unknown
+from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, tables, text, whole_number
 from moe_core.quant.hf.name_list import is_listed
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.known import (
@@ -44,8 +44,16 @@ _ALGORITHMS = {
     "W4A16_NVFP4": _Algorithm(StoredScheme(NVFP4_W4A16, "modelopt_nvfp4"), 16),
     "W8A16": _Algorithm(StoredScheme(W8A16_INT8, "scaled")),
 }
-_NONE = ("UNQUANTIZED", "NONE", "")
+_NONE = ("UNQUANTIZED", "NONE")
 _MIXED = "MIXED_PRECISION"
+#: Methods that name the weights they are about.
+_METHOD_DTYPES = {"modelopt_fp4": "fp4", "modelopt_fp8": "fp8"}
+#: What the arguments of a group say about numbers of a dtype.
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "fp8": {"type": "float", "num_bits": 8},
+    "fp4": {"type": "float", "num_bits": 4},
+    "int8": {"type": "int", "num_bits": 8},
+}
 
 _LISTS = ("exclude_modules", "ignore", "modules_to_not_convert")
 _USED = (
@@ -73,41 +81,80 @@ _HARMLESS = (
 
 def read_modelopt(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """The scheme of `quant_algo`, of the weight's entry in `quantized_layers`, or none for excluded modules."""
-    if isinstance(config.get("quantization"), Mapping):
+    methods = {text(config, "quant_method", weight)}
+    if config.get("quantization") is not None:
         refuse_unknown(config, weight, ("quant_method", "quantization"), ("producer",))
-        config = config["quantization"]
+        config = table(config, "quantization", weight) or {}
+        methods.add(text(config, "quant_method", weight))
     refuse_unknown(config, weight, _USED, _HARMLESS)
+    word, layers = _word(config, weight), table(config, "quantized_layers", weight)
+    for method in methods:
+        if not _is_of_method(word, method):
+            raise weight.error(f"quant_method {method} and quant_algo {word} contradict each other")
+    if word != _MIXED and layers:
+        raise weight.error(f"quant_algo {word} and quantized_layers contradict each other; {_MIXED} has them")
+    if word == _MIXED and not layers:
+        raise weight.error(f"expected {_MIXED} to come with quantized_layers, got {config.get('quantized_layers')!r}")
     if is_listed(weight, names_in(config, *_LISTS, weight=weight)):
         return weight.unquantized()
-    if str(config.get("quant_algo")).upper() != _MIXED:
+    if word != _MIXED:
         return _read_algorithm(config, weight)
-    layers = config.get("quantized_layers")
-    if not isinstance(layers, Mapping):
-        raise weight.error(f"expected {_MIXED} to come with quantized_layers, got {layers!r}")
-    layer = weight.entry(layers)
+    layer = weight.entry(layers or {})
     return weight.unquantized() if layer is None else _read_algorithm(layer, weight)
 
 
 def _read_algorithm(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     refuse_unknown(config, weight, _USED, _HARMLESS)
-    word = str(config.get("quant_algo") or "").upper()
+    word = _word(config, weight)
     if word in _NONE:
+        _compare(config, word, _Algorithm(weight.unquantized()), weight)
         return weight.unquantized()
     for field in ("pre_quant_scale", "has_zero_point"):
-        if config.get(field):
+        if look_up(config, field, {None: False, False: False, True: True}, weight):
             raise weight.error(f"quant_algo {word} with {field} is not read: its factors are not part of any scheme")
     if word not in _ALGORITHMS:
         known = ", ".join((*_ALGORITHMS, _MIXED))
         raise weight.error(f"quant_algo {config['quant_algo']!r} is not read; known: {known}")
     algorithm = _ALGORITHMS[word]
-    for group in _group_sizes(config):
-        if algorithm.group is not None and group not in (None, 0, algorithm.group):
-            raise weight.error(f"quant_algo {word} has group_size {algorithm.group}, got {group!r}")
+    _compare(config, word, algorithm, weight)
     return algorithm.stored
 
 
-def _group_sizes(config: Mapping[str, Any]) -> Iterable[Any]:
-    """Every place that tells the group size of weights."""
-    yield config.get("group_size")
-    for group in (config, *(config.get("config_groups") or {}).values()):
-        yield (group.get("weights") or {}).get("group_size")
+def _word(config: Mapping[str, Any], weight: Weight) -> str:
+    """The algorithm; a configuration without one may quantize after all, so it has to say `NONE`."""
+    word = text(config, "quant_algo", weight)
+    if word is None:
+        raise weight.error(f"expected quant_algo, got none; known: {', '.join((*_ALGORITHMS, _MIXED, *_NONE))}")
+    return word.upper()
+
+
+def _is_of_method(word: str, method: str | None) -> bool:
+    """Whether a method that names its weights is about those of the algorithm."""
+    if method == "modelopt_mixed" or word == _MIXED:
+        return word == _MIXED and method in (None, "modelopt", "modelopt_mixed")
+    dtype = _METHOD_DTYPES.get(method or "")
+    return dtype is None or word not in _ALGORITHMS or _ALGORITHMS[word].stored.scheme.weight_dtype == dtype
+
+
+def _compare(config: Mapping[str, Any], word: str, algorithm: _Algorithm, weight: Weight) -> None:
+    """Raise `SpecError` where groups with arguments, which say the same in another layout, say something else."""
+    scheme = algorithm.stored.scheme
+    _compare_group_size(config, word, algorithm, weight)
+    for name, group in {"": config, **tables(config, "config_groups", weight, "groups of arguments")}.items():
+        for field, dtype in (("weights", scheme.weight_dtype), ("input_activations", scheme.activation_dtype)):
+            arguments = table(group, field, weight)
+            if not arguments:
+                continue
+            kind, bits = text(arguments, "type", weight), arguments.get("num_bits")
+            said = {"type": kind, "num_bits": None if bits is None else whole_number(arguments, "num_bits", weight)}
+            if dtype not in _NUMBERS or any(said[key] not in (None, meant) for key, meant in _NUMBERS[dtype].items()):
+                place = f"config_groups {name} {field}".removeprefix("config_groups  ")
+                raise weight.error(f"quant_algo {word} and {place} of {bits} bits, {kind}, contradict each other")
+            if field == "weights":
+                _compare_group_size(arguments, word, algorithm, weight)
+
+
+def _compare_group_size(config: Mapping[str, Any], word: str, algorithm: _Algorithm, weight: Weight) -> None:
+    size = None if config.get("group_size") is None else whole_number(config, "group_size", weight)
+    if algorithm.group is not None and size not in (None, 0, algorithm.group):
+        raise weight.error(f"quant_algo {word} has group_size {algorithm.group}, got {size!r}")

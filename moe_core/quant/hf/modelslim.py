@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_core.quant.hf.fields import look_up, refuse_unknown
+from moe_core.quant.hf.fields import look_up, refuse_unknown, whole_number
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.known import MXFP4, MXFP4_W4A8, MXFP8, W4A4_INT4, W4A8_INT8, W8A8_INT8
 from moe_core.quant.stored import StoredScheme
@@ -47,7 +47,7 @@ def read_modelslim(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
         SpecError: Also where the description does not mention the weights: nothing is quantized by default.
     """
     # Most of some hundred thousand names are tensors, and every weight asks.
-    header = {name: config[name] for name in [name for name in config if "." not in name]}
+    header = {name: config[name] for name in [name for name in config if "." not in str(name)]}
     tensors = [name for name, word in header.items() if word in _TENSOR_WORDS]
     refuse_unknown(header, weight, _USED, (*_HARMLESS, *tensors))
     word = weight.entry(config, ".weight")
@@ -58,6 +58,6 @@ def read_modelslim(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     stored = look_up({"word": word}, "word", _WORDS, weight)
     if word == "W4A8_DYNAMIC":
         look_up(config, "version", dict.fromkeys((None, "1.0.0")), weight)
-        if config.get("group_size"):
+        if config.get("group_size") is not None and whole_number(config, "group_size", weight) != 0:
             raise weight.error(f"W4A8_DYNAMIC in groups of {config['group_size']} is not read; per channel is")
     return stored

@@ -1,17 +1,26 @@
-"""Lists of module names in configurations: what is not quantized, and what a rule is for."""
+"""Lists of module names in configurations: what is not quantized, and what a rule is for.
+
+The experts of a layer are alike, so a list that names single experts has to name all of them. Names that mean the whole
+module are enough. Without such a name every expert is compared if their number is known and one is named in full; else
+some are: the first, those whose numbers the list writes out or begins, and some of every length. A list that names some
+of them and others not is an error, and so is one that only ever names experts one by one where nobody knows their
+number.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.expert_names import PROJECTIONS
 from moe_core.quant.hf.weight import Weight, without_container
+
+#: Numbers of experts that are compared in any case.
+_SAMPLE = (*range(12), 99, 100, 127, 255)
 
 
 def is_listed(weight: Weight, entries: Iterable[str]) -> bool:
@@ -22,35 +31,92 @@ def is_listed(weight: Weight, entries: Iterable[str]) -> bool:
     characters, and then for whole parts of it. Names of single experts must mean all of them.
 
     Raises:
-        SpecError: Not a regular expression, or it speaks about some experts and not about the first.
+        SpecError: Not a regular expression, or it speaks about some experts and not about others.
     """
     return _compiled(tuple(entries)).has(weight)
 
 
 def matches(weight: Weight, pattern: str) -> bool:
-    """Whether a regular expression matches one of a weight's names from its beginning."""
-    expression = _expression(pattern)
-    return any(expression.match(name) for name in weight.names)
+    """Whether a regular expression matches one of a weight's names from its beginning, alike in all experts."""
+    return _Compiled(frozenset(), frozenset(), (_Expression.of(pattern),), {}).has(weight)
+
+
+def names_all(weight: Weight, is_named: Callable[[str], bool], written: Iterable[int]) -> bool:
+    """Whether the weight has a name that is meant; in all experts or in none.
+
+    Args:
+        weight: Whom it is about.
+        is_named: Whether a name is meant.
+        written: Numbers that experts may be told apart by.
+
+    Raises:
+        SpecError: Some experts are named and others not.
+    """
+    if any(map(is_named, weight.names)):
+        return True
+    numbers = {*_SAMPLE, *written}
+    if weight.num_experts is not None:
+        numbers = {number for number in (*numbers, weight.num_experts - 1) if number < weight.num_experts}
+    named = {number for number in numbers if any(map(is_named, weight.names_in(number)))}
+    weight.require_alike(named, numbers - named)
+    return bool(named)
+
+
+def _written(entry: str) -> frozenset[int]:
+    """Numbers in a text and those that begin with them, as `4[0-9]` means."""
+    found = {int(digits) for digits in re.findall(r"\d+", entry) if len(digits) <= 4}
+    return frozenset(found.union(*({number * 10 + last for last in range(10)} for number in found)))
+
+
+def _beginning(pattern: str) -> str:
+    """What every match of a regular expression begins with, as far as that is plain to see."""
+    inside = pattern.removeprefix("(?s:").removeprefix("(?:")
+    literal = re.match(r"(?:\w|\\\.)*", inside)
+    if "|" in inside or literal is None:
+        return ""
+    beginning = literal[0].replace("\\.", ".")
+    return beginning[:-1] if inside[literal.end() :].startswith(("*", "?", "{")) else beginning
+
+
+@attrs.frozen
+class _Expression:
+    """A regular expression, what its matches begin with, and the numbers by which it may tell experts apart."""
+
+    pattern: re.Pattern[str]
+    beginning: str
+    written: frozenset[int]
+
+    @classmethod
+    def of(cls, pattern: str) -> _Expression:
+        return cls(_expression(pattern), _beginning(pattern), _written(pattern))
+
+    def may_mean_experts_of(self, module: str) -> bool:
+        return self.beginning.startswith(f"{module}.") or f"{module}.".startswith(self.beginning)
 
 
 @attrs.frozen
 class _Compiled:
-    """A list by how its entries are compared; `experts` is (module, projection) -> numbers of single experts."""
+    """A list by how its entries are compared; `experts` is module -> numbers of single experts named in full."""
 
     names: frozenset[str]
     parts: frozenset[str]
-    expressions: tuple[re.Pattern[str], ...]
-    experts: Mapping[tuple[str, str], frozenset[int]]
+    expressions: tuple[_Expression, ...]
+    experts: Mapping[str, frozenset[int]]
 
     def has(self, weight: Weight) -> bool:
+        singles = self.experts.get(without_container(weight.experts), frozenset())
+        expressions = [one for one in self.expressions if any(map(one.may_mean_experts_of, weight.modules))]
+        if singles and weight.num_experts is not None:
+            singles |= frozenset(range(weight.num_experts))
         if any(map(self._has_name, {without_container(name) for name in weight.names})):
             return True
-        if any(expression.match(name) for expression in self.expressions for name in weight.names):
-            return True
-        for leaf in PROJECTIONS[weight.half]:
-            if numbers := self.experts.get((without_container(weight.experts), leaf)):
-                raise weight.error(f"names expert {min(numbers)} and not expert 0; the experts of a layer must agree")
-        return False
+
+        def is_named(name: str) -> bool:
+            if any(one.pattern.match(name) for one in expressions):
+                return True
+            return bool(singles) and self._has_name(without_container(name))
+
+        return names_all(weight, is_named, singles.union(*(one.written for one in expressions)))
 
     def _has_name(self, name: str) -> bool:
         places = name.split(".")
@@ -64,16 +130,16 @@ class _Compiled:
 @lru_cache(maxsize=64)
 def _compiled(entries: tuple[str, ...]) -> _Compiled:
     names: set[str] = set()
-    expressions: list[re.Pattern[str]] = []
-    experts: dict[tuple[str, str], set[int]] = {}
+    expressions: list[_Expression] = []
+    experts: dict[str, set[int]] = {}
     for entry in entries:
         plain = without_container(entry.rstrip("."))
         if _is_pattern(entry):
-            expressions += _patterns(entry)
+            expressions += map(_Expression.of, _patterns(entry))
         else:
             names.add(plain)
-            if single := re.fullmatch(r"(.+)\.(\d+)\.(\w+)", plain):
-                experts.setdefault((single[1], single[3]), set()).add(int(single[2]))
+            if single := re.fullmatch(r"(.+)\.(\d+)(?:\.\w+)?", plain):
+                experts.setdefault(single[1], set()).add(int(single[2]))
     # A name with a number is that layer's: layers.0 is not layers.0 of the draft layers under mtp.
     parts = {name for name in names if not any(place.isdecimal() for place in name.split("."))}
     frozen = {key: frozenset(numbers) for key, numbers in experts.items()}
@@ -84,12 +150,12 @@ def _is_pattern(entry: str) -> bool:
     return entry.startswith("re:") or re.search(r"[\\^$+|(){}*?\[\]]", entry) is not None
 
 
-def _patterns(entry: str) -> tuple[re.Pattern[str], ...]:
+def _patterns(entry: str) -> tuple[str, ...]:
     if entry.startswith("re:"):
-        return (_expression(entry.removeprefix("re:")),)
+        return (entry.removeprefix("re:"),)
     if entry.startswith(".*") or re.search(r"[\\^$+|(){}]", entry):
-        return (_expression(rf"(?:{entry})(?:(?<=\.)|(?=\.)|$)"),)
-    return tuple(_expression(fnmatch.translate(wild)) for wild in (entry, f"{entry}.*"))
+        return (rf"(?:{entry})(?:(?<=\.)|(?=\.)|$)",)
+    return tuple(fnmatch.translate(wild) for wild in (entry, f"{entry}.*"))
 
 
 @lru_cache(maxsize=1024)

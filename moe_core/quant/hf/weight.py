@@ -6,7 +6,9 @@ or without the prefix that a larger model puts before its text part.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any
 
@@ -31,11 +33,13 @@ class Weight:
         experts: Dotted name of the experts module; if empty, only rules for the whole model apply.
         half: One of `HALVES`.
         dtype: Layer dtype, which unquantized weights have.
+        num_experts: How many experts the layer has, None if that is not known.
     """
 
     experts: str
     half: str
     dtype: str = attrs.field(validator=one_of(*FLOAT_DTYPES))
+    num_experts: int | None = None
 
     def __str__(self) -> str:
         """`model.layers.3.mlp.experts (down)`."""
@@ -58,29 +62,49 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of the weight, in the first expert or without one: as given, and as text parts are prefixed."""
-        return _names(self.experts, self.half)
+        """Every name of the weight that means all experts: as given, and as text parts are prefixed."""
+        return _names(self.experts, self.half, None)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the experts module."""
+        return tuple(_modules(self.experts))
+
+    def names_in(self, expert: int) -> tuple[str, ...]:
+        """Every name of the weight in one expert."""
+        return _names(self.experts, self.half, expert)
 
     def entry(self, table: Mapping[str, Any], suffix: str = "") -> Any:
         """What a table from module names says about this weight, None if nothing.
 
         Raises:
-            SpecError: It does not say the same for all experts, or under all names.
+            SpecError: It does not say the same for all experts, or under all names, or leaves experts out.
         """
         found = {f"{name}{suffix}": table[f"{name}{suffix}"] for name in self.names if f"{name}{suffix}" in table}
-        for module in _modules(self.experts):
-            for leaf in PROJECTIONS[self.half]:
-                expert = 1
-                while (name := f"{module}.{expert}.{leaf}{suffix}") in table:
-                    found[name] = table[name]
-                    expert += 1
+        singles = self._experts_in(table, suffix)
+        found |= {name: table[name] for name in singles}
         if not found:
             return None
+        experts = set(singles.values())
+        self.require_alike(experts, set(range(self.num_experts or max(experts, default=0) + 1)) - experts)
         first, value = next(iter(found.items()))
         for name, other in found.items():
             if other != value:
                 raise self.error(f"experts or names disagree: {first} is {value!r}, {name} is {other!r}")
         return value
+
+    def require_alike(self, named: AbstractSet[int], others: AbstractSet[int]) -> None:
+        """Raise `SpecError` where a configuration names some experts of the layer and others not."""
+        if named and others:
+            problem = f"names expert {_some(named)} and not expert {_some(others)}; the experts of a layer must agree"
+            raise self.error(problem if self.num_experts else f"{problem}, and how many there are is not known here")
+
+    def _experts_in(self, table: Mapping[str, Any], suffix: str) -> dict[str, int]:
+        """The names in a table that are about this weight in one expert, or about a whole expert, and its number."""
+        inside, name_of = f"{without_container(self.experts)}.", _single(self.experts, self.half, suffix)
+        # Most of some hundred thousand names are other modules'.
+        found = ((name, name_of.fullmatch(name)) for name in table if inside in name)
+        return {name: int(single[1]) for name, single in found if single} if self.experts else {}
 
 
 def halves_of(module: str) -> tuple[str, tuple[str, ...]]:
@@ -103,9 +127,25 @@ def _modules(experts: str) -> Iterable[str]:
     return dict.fromkeys([experts, *(container + bare for container in CONTAINERS if bare)])
 
 
-@lru_cache(maxsize=1024)
-def _names(experts: str, half: str) -> tuple[str, ...]:
-    leaves = [*PROJECTIONS[half], *(FUSED if half != "down" else ())]
-    inside = [*(f"0.{leaf}" for leaf in PROJECTIONS[half]), *leaves]
-    modules = _modules(experts)
-    return tuple([*(f"{module}.{leaf}".lstrip(".") for module in modules for leaf in inside), *filter(None, modules)])
+def _leaves(half: str) -> tuple[str, ...]:
+    return (*PROJECTIONS[half], *(FUSED if half != "down" else ()))
+
+
+def _some(experts: AbstractSet[int]) -> str:
+    first = [str(expert) for expert in sorted(experts)]
+    return ", ".join([*first[:4], *(["..."] if len(first) > 4 else [])])
+
+
+@lru_cache(maxsize=4096)
+def _names(experts: str, half: str, expert: int | None) -> tuple[str, ...]:
+    modules = [f"{module}." if module else "" for module in _modules(experts)]
+    if expert is not None:
+        return tuple(f"{module}{expert}.{leaf}" for module in modules for leaf in _leaves(half))
+    inside = [f"{module}{leaf}" for module in modules for leaf in _leaves(half)]
+    return (*inside, *filter(None, _modules(experts)))
+
+
+@lru_cache(maxsize=64)
+def _single(experts: str, half: str, suffix: str) -> re.Pattern[str]:
+    modules, leaves = "|".join(map(re.escape, _modules(experts))), "|".join(_leaves(half))
+    return re.compile(rf"(?:{modules})\.(\d+)(?:\.(?:{leaves}))?{re.escape(suffix)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import attrs
@@ -12,7 +13,7 @@ from moe_core.payloads import ContiguousTokens, ExpertGroup, MaskedTokens, Stand
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import Cell
-from moe_core.testing.memory import PoisonedMemory, State, changed, poison
+from moe_core.testing.memory import PoisonedMemory, State, changed, poison, restore_variables
 from moe_core.testing.outcome import NotRun, require
 from moe_core.testing.ranks import RankError, run_on_ranks
 from moe_core.testing.sizes import odd_sizes
@@ -111,7 +112,7 @@ def check_process_state(bench: Bench) -> None:
     if backend.is_importable and backend.device == "cpu":
         # What changes once stays changed: a process that has not run it yet sees that.
         name, companions = backend.names
-        arguments = (name, companions, backend.environment, backend.device, bench.cell)
+        arguments = (name, companions, backend.environment, backend.device, backend.variables, bench.cell)
         (found,) = run_on_ranks(_changed_by_the_first_load, [arguments])
         require(not isinstance(found, RankError), f"in a fresh process: {found}")
         require(not found, f"the first load and forward of a process changed {', '.join(found)}")
@@ -128,9 +129,16 @@ def _changed_by_a_load(bench: Bench) -> list[str]:
 
 
 def _changed_by_the_first_load(
-    group: ExpertGroup, plugin: str, companions: tuple[str, ...], environment: Environment, device: str, cell: Cell
+    group: ExpertGroup,
+    plugin: str,
+    companions: tuple[str, ...],
+    environment: Environment,
+    device: str,
+    variables: Mapping[str, str],
+    cell: Cell,
 ) -> list[str]:
     """A job for another process, which is given the plugin by name."""
+    restore_variables(variables)
     bench = Bench(Backend(plugin, environment=environment, device=device, companions=companions), cell)
     return _changed_by_a_load(bench)
 
