@@ -9,6 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from moe_core.decision import Reason
 from moe_core.environment import Environment
+from moe_core.quant import LayerQuant
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.specs import (
     Candidate,
@@ -55,6 +56,10 @@ def machine_reasons(
         *_requirement_reasons((*requirements, *spec.requirements), environment),
         *_device_reasons(spec, environment),
     )
+
+
+#: Most schemes that a reason lists.
+_FEW_SCHEMES = 3
 
 
 def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
@@ -145,10 +150,19 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator
         yield Reason("weighting", "router weights on the output", "router weights on the input")
 
 
+def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
+    """The schemes to name: all of a few, of many those that differ least from what is asked."""
+    if len(patterns) <= _FEW_SCHEMES:
+        return " or ".join(map(str, patterns))
+    nearest = sorted(patterns, key=lambda pattern: quant.w13.distance(pattern.w13) + quant.w2.distance(pattern.w2))
+    named = " or ".join(map(str, nearest[:_FEW_SCHEMES]))
+    return f"{named} or one of {len(patterns) - _FEW_SCHEMES} others"
+
+
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
     quant = request.local_quant
     if not any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in spec.schemes):
-        yield Reason("scheme", " or ".join(map(str, spec.schemes)), str(quant))
+        yield Reason("scheme", _nearest(spec.schemes, quant), str(quant))
     if request.deterministic and (quant.w13.scales_by_batch or quant.w2.scales_by_batch):
         yield Reason("determinism", "activation scales of single tokens", "one scale for all rows of a batch")
     if not any(pattern.matches(request.activation) for pattern in spec.activations):

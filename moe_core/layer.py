@@ -100,6 +100,10 @@ class MoELayer(torch.nn.Module):
         Raises:
             WeightsError: Tensors are missing, unknown or misshapen; nothing has changed then.
         """
+        given: object = weights
+        if not isinstance(given, RawWeights):
+            found = type(given).__name__
+            raise WeightsError(f"weights: expected RawWeights(tensors={{'w13': ...}}), got {found}; nothing was loaded")
         check_weights(weights, self.request, len(self.local_experts))
         if self._bound is not None:
             self._reload(weights, self._bound.weights)

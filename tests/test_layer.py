@@ -289,3 +289,9 @@ def test_pickling_and_copying_say_what_to_do_instead(layer: MoELayer) -> None:
         with pytest.raises(TypeError, match=r"pickle layer\.plan instead"):
             duplicate(layer)
     assert pickle.loads(pickle.dumps(layer.plan)) == layer.plan
+
+
+@pytest.mark.error_path
+def test_a_dict_is_no_raw_weights(layer: MoELayer) -> None:
+    with pytest.raises(WeightsError, match=r"expected RawWeights.*, got dict; nothing was loaded"):
+        layer.load_weights(random_tensors(SMALL))  # type: ignore[arg-type]

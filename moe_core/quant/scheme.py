@@ -7,7 +7,7 @@ whoever has a scheme finds them, and so these three import the modules above ins
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -136,10 +136,16 @@ class QuantScheme:
 
     def matches(self, pattern: QuantScheme) -> bool:
         """Whether every field equals the pattern's or the pattern says `any` there."""
-        if self == pattern:
-            return True
-        values = ((getattr(pattern, field.name), getattr(self, field.name)) for field in attrs.fields(QuantScheme))
-        return all(wanted in (ANY, found) for wanted, found in values)
+        return self == pattern or next(self._differing(pattern), None) is None
+
+    def distance(self, pattern: QuantScheme) -> int:
+        """How many fields the pattern does not allow."""
+        return sum(1 for _ in self._differing(pattern))
+
+    def _differing(self, pattern: QuantScheme) -> Iterator[str]:
+        for field in attrs.fields(QuantScheme):
+            if getattr(pattern, field.name) not in (ANY, getattr(self, field.name)):
+                yield field.name
 
     @property
     def is_pattern(self) -> bool:

@@ -16,6 +16,7 @@ from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
     NVFP4,
+    NVFP4_W4A16,
     PER_TENSOR,
     SCALE_DTYPES,
     SCHEMES,
@@ -190,3 +191,9 @@ def test_blocks_end_where_a_share_ends(scheme: QuantScheme, inner: int, tp_size:
 
 def test_a_layer_without_gate_keeps_its_tiles() -> None:
     assert LayerQuant.of(FP8_BLOCK128).cut(192, halves=1, tp_size=1) == LayerQuant.of(FP8_BLOCK128)
+
+
+def test_the_distance_to_a_pattern_counts_fields() -> None:
+    assert W8A8_INT8.distance(W8A8_INT8) == 0
+    assert NVFP4.distance(NVFP4_W4A16) == 4
+    assert W8A8_INT8.distance(attrs.evolve(W8A8_INT8, weight_block="any")) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,22 @@ from xml.etree import ElementTree
 
 import pytest
 import toy_backend as toy
+from rich.console import Console
 from wrong_backends import FAKES
 
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.cli import main, verify
+from moe_core.cli.verify_report import Report, view
+from moe_core.environment import probe_environment
 from moe_core.manager import BackendManager
+from moe_core.testing.outcome import NOT_RUN, PASSED, Result
 
 pytestmark = pytest.mark.error_path
 Call = Callable[..., tuple[int, str, str]]
+
+
+def _raise(*arguments: object) -> None:
+    raise ValueError("\n".join(["no kernel", *(f"line {number}" for number in range(1000))]))
 
 
 @pytest.fixture
@@ -27,6 +36,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     manager.register("right", toy.make_plugin("right"))
     manager.register("wrong", FAKES["swapped_halves"].module("wrong"))
     manager.register("elsewhere", toy.make_plugin("elsewhere", toy.Parts(runner={"devices": ("npu",)})))
+    manager.register("raises", toy.make_plugin("raises", toy.Parts(bind=_raise)))
     monkeypatch.setattr(verify, "default_manager", lambda: manager)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -41,7 +51,11 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_right_backend(call: Call) -> None:
     code, out, err = call("right")
-    assert (code, err) == (0, "")
+    assert code == 0
+    plugin, pair, *_ = err.splitlines()
+    assert plugin.startswith("right: 3 passed, 0 failed, 1 not run, ")
+    assert ": 0 passed" not in pair
+    assert len({line.partition(": ")[0] for line in err.splitlines()}) == len(err.splitlines())
     assert "right: passed (" in out
     assert "0 failed, 1 not run" in out
     assert "torch:none.standard + right:toy.standard" in out
@@ -69,6 +83,30 @@ def test_failures_are_listed_with_what_they_look_like(call: Call) -> None:
     assert code == 1
     assert "failed gate_up_order" in out
     assert "the gate and up rows of w13 are swapped" in out
+
+
+def test_only_the_first_line_of_a_failure_is_shown_unless_asked(call: Call) -> None:
+    _, out, _ = call("raises")
+    assert "ValueError: no kernel ..." in out
+    assert "line 999" not in out
+    assert "Traceback" not in out
+    _, out, _ = call("raises", "-v")
+    assert "line 999" in out
+    assert "Traceback" in out
+
+
+def test_a_row_says_why_some_of_its_cases_were_not_run() -> None:
+    def result(status: str, text: str) -> Result:
+        return Result(check="answer", subject="a + b, bf16", status=status, text=text)
+
+    some = [result(PASSED, ""), result(NOT_RUN, "no GPU\nat all"), result(NOT_RUN, "too large")]
+    for results, why in ((some[:1], ""), (some[:2], "no GPU ..."), (some, "no GPU ... (1 of 2)")):
+        console = Console(file=io.StringIO(), width=200)
+        console.print(view(Report("a", probe_environment((), "cpu"), tuple(results), 61.4), verbose=False))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "not run, 61 s)" in text
+        (row,) = [line for line in text.splitlines() if line.startswith("a + b")]
+        assert row.rstrip().endswith(why or "-")
 
 
 def test_a_backend_for_another_machine_did_not_run(call: Call) -> None:

@@ -58,7 +58,9 @@ def _imported_alone(module: str) -> tuple[dict[str, Any], str]:
             timeout=_SECONDS,
             check=False,
         )
-        require(done.returncode == 0 and answer.exists(), f"importing {module} in a fresh process fails: {done.stderr}")
+        cause = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        problem = f"importing {module} in a fresh process fails: {cause}\n{done.stderr}".rstrip()
+        require(done.returncode == 0 and answer.exists(), problem)
         return json.loads(answer.read_text(encoding="utf-8")), done.stdout + done.stderr
 
 
