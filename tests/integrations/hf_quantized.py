@@ -168,7 +168,8 @@ def _write(tensors: dict[str, torch.Tensor], name: str, stored: StoredScheme, ge
         matrices.append(matrix)
     scales = [matrix.input_scale for matrix in matrices if matrix.input_scale is not None]
     values = torch.stack([matrix.values for matrix in matrices])
-    return Projection(values, stored.scheme, torch.tensor(scales) if scales else None)
+    # One for all experts: the largest.
+    return Projection(values, stored.scheme, torch.full((EXPERTS,), max(scales)) if scales else None)
 
 
 def _save(folder: Path, config: Any, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None) -> None:

@@ -71,7 +71,7 @@ QUANTS: dict[str, LayerQuant] = {
         "fp8_tensor_dynamic": _rounding(FP8_TENSOR_W8A16, "fp8", PER_TENSOR),
         "fp8_tile_ue8m0": _rounding(_weights("fp8", (32, 24), "e8m0"), "fp8", 24, "e8m0"),
         "int8_groups": _weights("int8", (1, 32)),
-        "int8_row_static": _rounding(_weights("int8", (1, WHOLE)), "int8", WHOLE, how="static"),
+        "int8_row_static": _rounding(_weights("int8", (1, WHOLE)), "int8", PER_TENSOR, how="static"),
         "int8_row_zero": _rounding(_weights("int8", (1, WHOLE), zero_point=True), "int8", WHOLE),
         "int8_tensor_zero": _weights("int8", (WHOLE, WHOLE), zero_point=True),
         "int4_groups_bf16": _weights("int4", (1, 20), "bf16"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.quant import BF16, FP16, WHOLE, LayerQuant, QuantScheme
+from moe_core.quant import BF16, FP16, PER_TENSOR, WHOLE, LayerQuant, QuantScheme
 from moe_core.vocabulary import ANY
 
 #: Groups of input channels that weight-only kernels take: within a tile of inputs, or all of them.
@@ -33,7 +33,7 @@ WHOLE_ROWS = tuple(
     _both(dtype, block, group, how)
     for dtype in ("fp8", "int8")
     for block in ((1, WHOLE), (WHOLE, WHOLE))
-    for group, how in ((WHOLE, "dynamic"), (WHOLE, "static"), (0, "static"))
+    for group, how in ((WHOLE, "dynamic"), (PER_TENSOR, "static"))
 )
 #: A tensor-parallel cut shortens the rows of w13's blocks and the columns of w2's.
 BLOCK_FP8 = tuple(
