@@ -41,7 +41,7 @@ $(STAMPS)/torch: constraints.txt
 
 $(STAMPS)/core: pyproject.toml $(STAMPS)/torch
 	$(PIP_INSTALL) hatchling editables
-	$(PIP_LOCAL) --editable '.[dev,transformers]'
+	$(PIP_LOCAL) --editable '.[bench,dev,transformers]'
 	@touch $@
 
 $(STAMPS)/plugin-%: plugins/%/pyproject.toml $(STAMPS)/core

@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from moe_core.cli import doctor, list_backends, new_plugin, quantize, resolve, run, verify
+from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, verify
 from moe_core.cli.eval import evaluate
 from moe_core.cli.output import print_error
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
@@ -37,6 +37,7 @@ app.command("quantize")(quantize.quantize)
 app.command("resolve")(resolve.resolve)
 app.command("run")(run.run)
 app.command("eval")(evaluate)
+app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.command("new-plugin")(new_plugin.new_plugin)

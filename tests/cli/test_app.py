@@ -32,6 +32,7 @@ def test_torch_is_not_imported(python, code):
 
 def test_commands():
     assert sorted(COMMANDS) == [
+        "bench",
         "doctor",
         "eval",
         "list-backends",

@@ -1,0 +1,165 @@
+"""What a benchmark found, as values that JSON holds: on which machine, and one row for each figure."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from moe_core.environment import Environment, installed_packages
+from moe_core.errors import SpecError
+from moe_core.tuning.ceilings import Ceilings
+from moe_core.tuning.timing import Timing
+
+SCHEMA = 1
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """Where and with what a benchmark ran: what a caption has to say.
+
+    Attributes:
+        device: Name of the card or of the processor.
+        arch: Device generation, or device type where there is none.
+        threads: Threads of torch, for figures of a CPU.
+        clock: What counted the time of calls that were not captured.
+        versions: Of Python, moe-core, torch and every package that took part.
+        ceilings: The rates that floors follow from, measured in the same run.
+        date: Of the run, ISO.
+    """
+
+    device: str
+    arch: str
+    threads: int
+    clock: str
+    versions: dict[str, str]
+    ceilings: Ceilings
+    date: str = attrs.field(factory=lambda: datetime.date.today().isoformat())
+
+    @classmethod
+    def here(cls, environment: Environment, ceilings: Ceilings, clock: str, modules: tuple[str, ...]) -> Machine:
+        """This machine.
+
+        Args:
+            environment: As it was probed.
+            ceilings: Its rates.
+            clock: As the attribute.
+            modules: Import names of packages that take part, besides those of `environment`.
+        """
+        versions = {
+            "python": platform.python_version(),
+            "moe-core": importlib.metadata.version("moe-core"),
+            **dict(environment.packages),
+            **installed_packages(modules),
+        }
+        on_cpu = environment.device_type == "cpu"
+        return cls(
+            device=_processor() if on_cpu else environment.device_name,
+            arch=environment.arch or environment.device_type,
+            threads=torch.get_num_threads(),
+            clock=clock,
+            versions=versions,
+            ceilings=ceilings,
+        )
+
+    @property
+    def caption(self) -> str:
+        """Everything in one line."""
+        threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.arch == "cpu" else ""
+        versions = ", ".join(f"{name} {version}".strip() for name, version in self.versions.items())
+        return f"{self.device}{threads}; {versions}; {self.ceilings} measured in this run; {self.date}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One implementation on one layer with one number of tokens.
+
+    Attributes:
+        layer: Name of the layer's sizes.
+        scheme: Label of the weights' scheme.
+        num_tokens: T.
+        implementation: What ran: a peer, or `moe-core` as the resolver chooses or as it was pinned.
+        runs: The combination that a plan chose, or the version of a peer.
+        floor: Microseconds that nothing can be much below.
+        timing: The samples; None where there is no figure.
+        error: Relative error of the result's norm against the layer in fp32.
+        problem: Why there is no figure.
+        note: What to know about the figure.
+        issue_microseconds: Time of the host per call outside a graph, if it was asked for.
+        held_bytes: Most memory that a forward held beside weights and inputs, its output included, if asked for.
+        activation_bytes: What the rows between the products take, unavoidably or not: 2I + I + H values per routed row.
+    """
+
+    layer: str
+    scheme: str
+    num_tokens: int
+    implementation: str
+    runs: str
+    floor: float
+    timing: Timing | None = None
+    error: float | None = None
+    problem: str = ""
+    note: str = ""
+    issue_microseconds: float | None = None
+    held_bytes: int | None = None
+    activation_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the median and the spread of the samples beside them."""
+        data = attrs.asdict(self)
+        if self.timing is not None:
+            data["microseconds"], data["spread"] = self.timing.microseconds, self.timing.spread
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        """Read what `to_json` gave."""
+        timing = data["timing"]
+        fields = {field.name: data[field.name] for field in attrs.fields(cls)}
+        return cls(**{**fields, "timing": timing and Timing(tuple(timing["samples"]), timing["method"])})
+
+
+@attrs.frozen
+class Report:
+    """All rows of one run."""
+
+    machine: Machine
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` reads it back."""
+        machine = attrs.asdict(self.machine)
+        return {"schema": SCHEMA, "machine": machine, "rows": [row.to_json() for row in self.rows]}
+
+    def write(self, path: Path) -> None:
+        """Write the JSON to a file."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Read a file that `write` wrote; raises `SpecError` if it is none."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
+            machine = data["machine"]
+            return cls(
+                Machine(**{**machine, "ceilings": Ceilings(**machine["ceilings"])}),
+                tuple(map(Row.from_json, data["rows"])),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SpecError(
+                f"results {path}: not the JSON of moe-core bench ({type(error).__name__}: {error})"
+            ) from error

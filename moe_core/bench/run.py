@@ -1,0 +1,228 @@
+"""The comparison itself: which layers, how many tokens, who; and one row for each, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+
+from moe_core.bench.contenders import Bound, Combination, Contender, PeerContender
+from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes, release
+from moe_core.bench.peers import Peer
+from moe_core.bench.reference import Reference, tolerance
+from moe_core.bench.report import Machine, Report, Row
+from moe_core.environment import Environment
+from moe_core.errors import MoeCoreError, UnknownNameError
+from moe_core.payloads import Tensor
+from moe_core.request import LayerRequest
+from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
+from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights
+from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, prepare, take_turns
+
+#: Share of the free memory that a peer's copies may take; the rest is for rows and for torch's allocator.
+_USABLE = 0.8
+
+
+@attrs.frozen(kw_only=True)
+class Sweep:
+    """What to compare.
+
+    Attributes:
+        layers: (name of the sizes, request) pairs; requests bring no pins.
+        tokens: Numbers of tokens.
+        combinations: Ours.
+        peers: Those of others.
+        environment: This machine, probed for the device that is to be used.
+        repeats: Samples of each figure.
+        seconds: Time after which no more samples are taken, at least three each.
+        clock: For what is not captured.
+        num_sets: Input sets; None for more of them where a call reads little.
+        with_issue_time: Whether to time the host at one token.
+        with_memory: Whether to see what a forward holds.
+        seed: Of weights and inputs.
+    """
+
+    layers: tuple[tuple[str, LayerRequest], ...]
+    tokens: tuple[int, ...]
+    combinations: tuple[Combination, ...]
+    peers: tuple[Peer, ...]
+    environment: Environment
+    repeats: int = 15
+    seconds: float | None = None
+    clock: str = "wall"
+    num_sets: int | None = None
+    with_issue_time: bool = False
+    with_memory: bool = False
+    seed: int = 0
+
+    @property
+    def device(self) -> str:
+        """Type of the device."""
+        return self.environment.device_type
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Case:
+    """One layer with weights."""
+
+    name: str
+    request: LayerRequest
+    weights: Mapping[str, Tensor]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Entry:
+    """A contender on the way to its figure: its row so far, and what is timed unless there is a problem."""
+
+    row: Row
+    ready: Prepared | None = None
+
+
+def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
+    """Measure everything.
+
+    Args:
+        sweep: What to compare.
+        shown: Called with the report so far after each number of tokens of each layer.
+
+    Raises:
+        UnknownNameError: A combination names nothing; other errors become rows.
+    """
+    operands = [operands_of(request) for _, request in sweep.layers]
+    ceilings = measure_ceilings(sweep.device, operands, sweep.clock)
+    release(sweep.device)
+    machine = Machine.here(
+        sweep.environment, ceilings, sweep.clock, tuple(dict.fromkeys(peer.module for peer in sweep.peers))
+    )
+    report = Report(machine, ())
+    for layers in _together(sweep):
+        cases = [
+            _Case(name=name, request=request, weights=random_weights(request, sweep.device, sweep.seed))
+            for name, request in layers
+        ]
+        # From the largest on: what tunes itself at its first call does so there, as in a prefill.
+        for num_tokens in sorted(set(sweep.tokens), reverse=True):
+            report = attrs.evolve(report, rows=(*report.rows, *_compare(sweep, cases, num_tokens, ceilings)))
+            shown(report)
+        del cases
+        release(sweep.device)
+    return attrs.evolve(report, rows=tuple(sorted(report.rows, key=_order(sweep))))
+
+
+def _order(sweep: Sweep) -> Callable[[Row], tuple[int, int]]:
+    places = {(name, request.quant.label): place for place, (name, request) in enumerate(sweep.layers)}
+    return lambda row: (places[row.layer, row.scheme], row.num_tokens)
+
+
+def _together(sweep: Sweep) -> Iterator[list[tuple[str, LayerRequest]]]:
+    """Layers that take turns: on a CPU all schemes of a layer, as its load changes; else one at a time."""
+    if sweep.device != "cpu":
+        yield from ([layer] for layer in sweep.layers)
+        return
+    names = dict.fromkeys(name for name, _ in sweep.layers)
+    yield from ([layer for layer in sweep.layers if layer[0] == name] for name in names)
+
+
+def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ceilings) -> list[Row]:
+    """All rows of one number of tokens."""
+    rows: list[Row] = []
+    turn: list[_Entry] = []
+    for case in cases:
+        batches = Batches.random(case.request, num_tokens, sweep.device, sweep.num_sets, sweep.seed)
+        reference = Reference(case.request, case.weights, batches.one(0))
+        floor = layer_floor(case.request, batches, bytes_per_expert(case.weights), ceilings)
+        for contender in _contenders(sweep):
+            blank = Row(
+                layer=case.name,
+                scheme=case.request.quant.label,
+                num_tokens=num_tokens,
+                implementation=contender.name,
+                runs="",
+                floor=floor,
+            )
+            turn.append(_entry(sweep, case, contender, batches, reference, blank))
+            if sweep.device != "cpu":
+                # Graphs keep their memory: one at a time.
+                rows += _timed(sweep, turn)
+                turn = []
+                release(sweep.device)
+    return [*rows, *_timed(sweep, turn)]
+
+
+def _contenders(sweep: Sweep) -> Iterator[Contender]:
+    yield from sweep.combinations
+    for peer in sweep.peers:
+        free = free_bytes(sweep.device)
+        yield PeerContender(peer, None if free is None else int(_USABLE * free))
+
+
+def _entry(sweep: Sweep, case: _Case, contender: Contender, batches: Batches, reference: Reference, row: Row) -> _Entry:
+    """Bind, compare and prepare; whatever goes wrong becomes the row's problem."""
+    refusal = contender.refusal(case.request, batches.num_tokens, sweep.device)
+    if refusal:
+        return _Entry(row=attrs.evolve(row, problem=f"not run: {refusal}"))
+    try:
+        bound = contender.bind(case.request, case.weights, batches, sweep.device)
+        row = attrs.evolve(row, runs=bound.runs, note=bound.note)
+        row = _checked(sweep, case, bound, reference, row)
+        return _prepared(sweep, case, bound, reference, row)
+    except UnknownNameError:
+        # A slip of the pen, and not something that cannot run.
+        raise
+    except Exception as error:  # code of others may raise anything, and its row says what
+        return _Entry(row=attrs.evolve(row, problem=_first_line(error)))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else "no message"
+    return text if isinstance(error, MoeCoreError) else f"{type(error).__name__}: {text}"
+
+
+def _checked(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row: Row) -> Row:
+    """The row with the error of a first call, and with what is asked for beside the time."""
+    call = bound.batches.calls(bound.layer)[0]
+    row = attrs.evolve(row, error=_error(case, reference, call()))
+    if sweep.with_memory:
+        row = attrs.evolve(
+            row,
+            held_bytes=held_bytes(call, sweep.device),
+            activation_bytes=activation_bytes(case.request, row.num_tokens),
+        )
+    if sweep.with_issue_time and row.num_tokens == 1:
+        row = attrs.evolve(row, issue_microseconds=issue_microseconds(call, sweep.device))
+    return row
+
+
+def _error(case: _Case, reference: Reference, output: Tensor) -> float:
+    error, allowed = reference.error(output), tolerance(case.request)
+    if error > allowed:
+        raise MoeCoreError(f"wrong result: relative error {error:.2g}, at most {allowed:.2g} is due to rounding")
+    return error
+
+
+def _prepared(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row: Row) -> _Entry:
+    """Captured where it can be, and then compared once more; else to be timed with a clock, and the note says why."""
+    calls = bound.batches.calls(bound.layer)
+    reason = bound.not_captured
+    if not reason:
+        try:
+            ready = prepare(calls, sweep.device, clock=sweep.clock)
+        except CaptureError as error:
+            reason = str(error)
+        else:
+            if ready.outputs:
+                ready.sample()
+                row = attrs.evolve(row, error=_error(case, reference, ready.outputs[0]))
+            return _Entry(row=row, ready=ready)
+    if sweep.device != "cpu":
+        reason = reason.removeprefix("not captured: ")
+        row = attrs.evolve(row, note="; ".join(filter(None, (f"not captured: {reason}", row.note))))
+    return _Entry(row=row, ready=prepare(calls, sweep.device, capture=False, clock=sweep.clock))
+
+
+def _timed(sweep: Sweep, entries: Sequence[_Entry]) -> list[Row]:
+    """The rows of several that take turns, in their order."""
+    ready = {str(place): entry.ready for place, entry in enumerate(entries) if entry.ready is not None}
+    timings = take_turns(ready, sweep.repeats, sweep.seconds)
+    return [attrs.evolve(entry.row, timing=timings.get(str(place))) for place, entry in enumerate(entries)]

@@ -1,0 +1,1 @@
+"""What combinations, tiles and whole layers take on this machine, and what the machine allows."""

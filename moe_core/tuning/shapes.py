@@ -1,0 +1,36 @@
+"""Sizes of layers, by the names of models that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from moe_core.request import LayerRequest
+
+
+@attrs.frozen
+class LayerShape:
+    """The sizes of a layer's routed experts."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+    def request(self, **fields: Any) -> LayerRequest:
+        """A layer of this size; `fields` are further ones of `LayerRequest`."""
+        return LayerRequest(**attrs.asdict(self), **fields)
+
+    def __str__(self) -> str:
+        """`128 experts, top-8, H 2048, I 768`."""
+        return f"{self.num_experts} experts, top-{self.top_k}, H {self.hidden_size}, I {self.intermediate_size}"
+
+
+#: Sizes of models that people run.
+SHAPES = {
+    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
+    "deepseek-v3": LayerShape(256, 8, 7168, 2048),
+    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),
+    "qwen3.5-397b-a17b": LayerShape(512, 10, 4096, 1024),
+}

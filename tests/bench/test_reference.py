@@ -1,0 +1,84 @@
+"""The fp32 layer that everything is compared with, against the conformance kit's float64 one, which shares no code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_core.activation import RELU2, SWIGLU_OAI
+from moe_core.bench.reference import Reference, tolerance
+from moe_core.quant import SCHEMES
+from moe_core.testing.stored import draw_layer
+from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.shapes import LayerShape
+
+SHAPE = LayerShape(4, 2, 256, 128)
+
+
+def _both(request, num_tokens=6):
+    """The reference, the other answer, and the stored layer."""
+    stored = draw_layer(request)
+    inputs = Batches.random(request, num_tokens, "cpu", num_sets=1, seed=5).one(0)
+    return Reference(request, stored.tensors, inputs), stored.reference(*inputs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp32",
+        "fp8_block128_w8a16",
+        "w8a16_int8",
+        "w4a16_int4_asym_g128",
+        "mxfp4_w4a16",
+        "nvfp4_w4a16",
+        "fp8_tensor_w8a16",
+    ],
+)
+def test_weights_are_read_as_the_formats_say(name):
+    request = SHAPE.request(quant=SCHEMES[name], dtype="fp32" if name == "fp32" else "bf16")
+    reference, answer = _both(request)
+    assert reference.error(answer) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fields", [{"activation": SWIGLU_OAI, "bias": True}, {"activation": RELU2}, {"weight_on_input": True}]
+)
+def test_biases_interleaved_rows_no_gate_and_weights_on_inputs(fields):
+    reference, answer = _both(SHAPE.request(dtype="fp32", **fields))
+    assert reference.error(answer) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "w8a8_int8", "w4a8_int8", "mxfp8", "mxfp4", "nvfp4", "w4a4_int4"])
+def test_rounded_activations_are_within_the_tolerance_and_not_far_from_it(name):
+    request = SHAPE.request(quant=SCHEMES[name])
+    reference, answer = _both(request, num_tokens=32)
+    assert tolerance(request) / 8 < reference.error(answer) < tolerance(request)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128", "mxfp4"])
+def test_swapped_halves_are_beyond_the_tolerance(name):
+    request = SHAPE.request(quant=SCHEMES[name])
+    weights = random_weights(request, "cpu")
+    swapped = {
+        key: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) if key.startswith("w13") else tensor
+        for key, tensor in weights.items()
+    }
+    inputs = Batches.random(request, 6, "cpu", num_sets=1).one(0)
+    wrong = Reference(request, swapped, inputs)._want
+    assert Reference(request, weights, inputs).error(wrong) > 1.5 * tolerance(request)
+
+
+@pytest.mark.parametrize("spoil", [lambda out: out * torch.nan, lambda out: out[:, 1:]], ids=["nan", "shape"])
+def test_nan_and_other_widths_are_infinitely_wrong(spoil):
+    request = SHAPE.request(dtype="fp32")
+    reference, answer = _both(request)
+    assert reference.error(spoil(answer)) == float("inf")
+
+
+def test_only_the_first_tokens_of_many_are_compared():
+    request = SHAPE.request(dtype="fp32")
+    reference, answer = _both(request, num_tokens=40)
+    answer[35] = torch.nan
+    assert reference.error(answer) < 1e-5
+    answer[31] = 0.0
+    assert reference.error(answer) > 0.01

@@ -1,0 +1,98 @@
+"""`moe-core bench` on small layers, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from tiny_models import write_tiny_qwen
+
+from moe_core.tuning import ceilings
+
+SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "128", "--intermediate-size", "128")
+QUICK = ("--device", "cpu", "--repeats", "1", "--tokens", "2")
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch):
+    monkeypatch.setitem(ceilings._BUFFER, "cpu", 1 << 16)
+    monkeypatch.setitem(ceilings._SQUARE, "cpu", 32)
+
+
+def test_tables_of_every_scheme_with_caption(call):
+    schemes = ("--quant-scheme", "bf16", "--quant-scheme", "fp8_block128")
+    code, out, err = call("bench", *SIZES, *QUICK, *schemes, "--combination", "torch", "--peer", "torch grouped_mm")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "4 experts, top-2, H 128, I 128, bf16" in text
+    assert "4 experts, top-2, H 128, I 128, fp8_block128" in text
+    assert "moe-core torch: torch:none.standard + torch:torch.standard" in text
+    assert re.search(r"torch grouped_mm \d", text)
+    assert "torch grouped_mm: not run: takes float weights" in text
+    assert re.search(rf"measured on .*{re.escape(torch.__version__)}.*B/s", text)
+    assert "1/2 " not in out
+    assert "2/2 4 experts, top-2, H 128, I 128, fp8_block128, T = 2" in err
+
+
+def test_json_and_file_hold_the_same_and_can_be_shown_again(call, tmp_path):
+    file = tmp_path / "figures.json"
+    code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--memory", "--json", "--output", str(file))
+    assert code == 0
+    assert json.loads(out) == json.loads(file.read_text(encoding="utf-8"))
+    (row,) = json.loads(out)["rows"]
+    assert row["microseconds"] == row["timing"]["samples"][0]
+    code, shown, _ = call("bench", "--read", str(file))
+    assert code == 0
+    assert "HELD MB" in shown
+    assert re.search(r"moe-core +\d", shown)
+
+
+def test_layers_of_a_model(call, tmp_path):
+    pytest.importorskip("transformers")
+    write_tiny_qwen(tmp_path / "model", num_hidden_layers=2)
+    code, out, _ = call("bench", "--model", str(tmp_path / "model"), *QUICK, "--peer", "none", "--json")
+    assert code == 0
+    assert [(row["layer"], row["implementation"]) for row in json.loads(out)["rows"]] == [("layers 0-1", "moe-core")]
+
+
+def test_sizes_of_a_named_shape(call, monkeypatch):
+    from moe_core.bench import run as comparison
+
+    swept = []
+    monkeypatch.setattr(comparison, "run", lambda sweep, shown: swept.append(sweep) or sys.exit(0))
+    call("bench", "--shape", "mixtral-8x7b", "--shape", "deepseek-v3", "--activation", "gelu", "--peer", "none")
+    (first, request), (second, _) = swept[0].layers
+    assert first == "mixtral-8x7b (8 experts, top-2, H 4096, I 14336)"
+    assert second.startswith("deepseek-v3")
+    assert (request.num_experts, request.hidden_size, request.activation.kind) == (8, 4096, "gelu")
+    assert swept[0].tokens == (1, 16, 256)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--shape", "mixtral"), 2, "did you mean 'mixtral-8x7b'"),
+        (("--shape", "mixtral-8x7b", "--top-k", "1"), 2, "cannot be combined"),
+        (("--peer", "vllm"), 2, "unknown peer 'vllm'"),
+        (("--output", "nowhere/figures.json"), 2, "folder nowhere does not exist"),
+        (("--read", "nowhere.json"), 2, "nowhere.json"),
+        (("--combination", "trito"), 2, "did you mean 'triton'"),
+        (("--clock", "sundial"), 2, "clock"),
+        (("--device", "npu"), 2, "npu"),
+    ],
+)
+def test_usage_errors(call, words, code, message):
+    found, _, err = call("bench", *([] if "--shape" in words else SIZES), *QUICK, *words)
+    assert (found, message in err) == (code, True), err
+
+
+@pytest.mark.error_path
+def test_a_missing_drawing_library_is_said_before_anything_is_measured(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = call("bench", *SIZES, *QUICK, "--plot", "chart.png")
+    assert (code, out) == (1, "")
+    assert "pip install 'moe-core[bench]'" in err
