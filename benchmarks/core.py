@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_core import LayerRequest, MoELayer, RawWeights, default_manager, load_environment, plan_layers
+from moe_core.quant import BF16, FP8_BLOCK128, LayerQuant
 
 
 def import_seconds(module: str, repeats: int = 5) -> float:
@@ -31,7 +32,7 @@ def import_seconds(module: str, repeats: int = 5) -> float:
     return statistics.median(float(run.stdout) for run in runs)
 
 
-def resolve_milliseconds(distinct: bool, num_layers: int = 61, repeats: int = 9) -> float:
+def resolve_milliseconds(distinct: bool, quant: LayerQuant, num_layers: int = 61, repeats: int = 9) -> float:
     """Median time to plan every layer of a 256-expert model; distinct layers differ in one size."""
     manager, environment = default_manager(), load_environment("h100")
     requests = {
@@ -40,6 +41,7 @@ def resolve_milliseconds(distinct: bool, num_layers: int = 61, repeats: int = 9)
             top_k=8,
             hidden_size=7168,
             intermediate_size=2048 + (8 * index if distinct else 0),
+            quant=quant,
         )
         for index in range(num_layers)
     }
@@ -147,8 +149,9 @@ def main() -> None:
     table = Table("what", "figure", "target", title="What the core costs", caption=caption)
     ours, torch_s = import_seconds("moe_core"), import_seconds("torch")
     table.add_row("import moe_core / import torch", f"{ours * 1e3:.1f} ms / {torch_s * 1e3:.0f} ms", "under a tenth")
-    table.add_row("plan 61 equal layers, 256 experts", f"{resolve_milliseconds(distinct=False):.1f} ms", "under 50 ms")
-    table.add_row("plan 61 distinct layers", f"{resolve_milliseconds(distinct=True):.1f} ms", "-")
+    for distinct, what in ((False, "plan 61 equal layers, 256 experts"), (True, "plan 61 distinct layers")):
+        bf16, fp8 = (resolve_milliseconds(distinct, LayerQuant.of(scheme)) for scheme in (BF16, FP8_BLOCK128))
+        table.add_row(f"{what}: bf16 / fp8", f"{bf16:.1f} / {fp8:.1f} ms", "under 50 ms")
     through_layer, by_hand = overhead_microseconds()
     figure = f"{through_layer - by_hand:.1f} us ({through_layer:.1f} - {by_hand:.1f})"
     table.add_row("MoELayer.forward - bound functions, T = 1", figure, "at most 10 us")

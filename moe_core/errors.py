@@ -55,8 +55,27 @@ class ResolutionError(MoeCoreError, ValueError):
         super().__init__(message)
 
 
+#: Most problems that a message lists: a model has tens of thousands of tensors.
+_MOST_LISTED = 50
+
+
 class WeightsError(MoeCoreError, ValueError):
-    """Checkpoint tensors are missing, unknown, misshapen or of a foreign layout; lists all of them."""
+    """Checkpoint tensors are missing, unknown, misshapen or of a foreign layout; lists the first of them.
+
+    Attributes:
+        problems: All of them, if there is a list.
+    """
+
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def listing(cls, title: str, problems: Iterable[str]) -> WeightsError:
+        """The error whose message is `title` and a line per problem, of very many the first ones and their number."""
+        every = tuple(problems)
+        more = [f"and {len(every) - _MOST_LISTED} more"] if len(every) > _MOST_LISTED else []
+        error = cls("\n  ".join([title, *every[:_MOST_LISTED], *more]))
+        error.problems = every
+        return error
 
 
 class InputError(MoeCoreError, ValueError):

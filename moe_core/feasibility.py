@@ -150,6 +150,14 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator
         yield Reason("weighting", "router weights on the output", "router weights on the input")
 
 
+@functools.lru_cache(maxsize=1024)
+def _scheme_reason(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> Reason | None:
+    """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
+    if any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in patterns):
+        return None
+    return Reason("scheme", _nearest(patterns, quant), str(quant))
+
+
 def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
     """The schemes to name: all of a few, of many those that differ least from what is asked."""
     if len(patterns) <= _FEW_SCHEMES:
@@ -161,8 +169,8 @@ def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
     quant = request.local_quant
-    if not any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in spec.schemes):
-        yield Reason("scheme", _nearest(spec.schemes, quant), str(quant))
+    if (reason := _scheme_reason(spec.schemes, quant)) is not None:
+        yield reason
     if request.deterministic and (quant.w13.scales_by_batch or quant.w2.scales_by_batch):
         yield Reason("determinism", "activation scales of single tokens", "one scale for all rows of a batch")
     if not any(pattern.matches(request.activation) for pattern in spec.activations):

@@ -190,7 +190,8 @@ def _refusal(manager: BackendManager, decision: Decision) -> str:
         alternatives = _alternatives(manager, decision)
         lines.append(f"  would run without the pins: {alternatives or 'nothing'}")
         if alternatives:
-            lines.append("  change what a line names, or say allow_fallback=True to let another combination serve")
+            lines.append("  change what a line names, or leave the pins out")
+            lines.append("  LayerRequest(allow_fallback=True) lets another combination serve")
     return "\n".join(lines)
 
 

@@ -35,7 +35,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
-from moe_core.environment import Environment
+from moe_core.backends.torch.plugin import declare_backends as shipped_torch
+from moe_core.backends.triton.plugin import declare_backends as shipped_triton
+from moe_core.environment import Environment, load_environment
 from moe_core.errors import PluginConflictError, UnknownNameError
 from moe_core.measurements import Measurement, MeasurementTable, shape_key
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
@@ -410,6 +412,28 @@ def test_prefer(prefer: tuple[str, ...], expected: str, because: str) -> None:
     decision = decide(request(prefer=prefer, workloads=DECODE, ep_size=1), SM90)
     first = decision.workloads[0].ranked[0]
     assert (first.candidate.full_name, first.because) == (expected, because)
+
+
+_H100 = load_environment("h100")
+_TORCH_ALONE = attrs.evolve(_H100, packages={"torch": "2.11.0"})
+_CAPTURED = (Workload(phase="decode", graph_capture=True),)
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "expected"),
+    [
+        (_H100, {}, "triton:triton.fused"),
+        (_H100, {"ep_size": 2}, "torch:torch_alltoall.standard + triton:triton.standard"),
+        (_H100, {"ep_size": 2, "token_placement": "replicated"}, "torch:none.standard + triton:triton.standard"),
+        (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard"),
+        (_TORCH_ALONE, {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
+        (_TORCH_ALONE, {"workloads": _CAPTURED}, "torch:none.standard + torch:torch.standard_grouped_mm"),
+        (load_environment("cpu"), {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
+    ],
+)
+def test_what_the_shipped_plugins_run(machine: Environment, fields: dict[str, Any], expected: str) -> None:
+    decision = decide(request(**fields), machine, shipped_torch(), shipped_triton())
+    assert decision.workloads[0].ranked[0].candidate.full_name == expected
 
 
 def test_one_rank_takes_tokens_as_they_come() -> None:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Annotated, TextIO
 
 import typer
+from typer.core import TyperCommand
 
 from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, verify
 from moe_core.cli.eval import evaluate
+from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.output import print_error
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
 from moe_core.planner import PlanWarning
@@ -78,8 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except MoeCoreError as error:
             if {"-v", "--verbose"} & set(words):
                 sys.stderr.write("".join(traceback.format_exception(error)))
-            print_error(str(error))
+            print_error(in_options(str(error), _options(words)))
             sys.exit(ASKED_WRONGLY if isinstance(error, SpecError | UnknownNameError) else CANNOT)
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """The options of the command that was typed."""
+    command = typer.main.get_group(app).commands.get(words[0] if words else "")
+    return options_of(command) if isinstance(command, TyperCommand) else {}
 
 
 def _show_warning(

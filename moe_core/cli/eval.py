@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_core.cli.eval_view import Report, report_json, report_view
-from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, check_model_folder, known_word, read_text
+from moe_core.cli.options import (
+    A2aBackend,
+    RunnerBackend,
+    Verbose,
+    check_model_folder,
+    check_pins,
+    known_word,
+    read_text,
+)
 from moe_core.cli.output import print_json, stage, stdout
 from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
 
@@ -58,6 +66,7 @@ def evaluate(
         known_word("device type", device, DEVICE_TYPES)
     for folder in (model,) if against is None else (model, against):
         check_model_folder(folder)
+    check_pins(a2a_backend, runner_backend)
     sample = read_text(text)
     from moe_core.cli import encoded_text
     from moe_core.cli.eval_models import load_evaluated

@@ -8,8 +8,12 @@ from typing import Annotated
 
 import typer
 
+from moe_core.environment import PRESETS
 from moe_core.errors import SpecError, UnknownNameError
+from moe_core.manager import default_manager
 from moe_core.model_config import read_config
+from moe_core.planner import decide
+from moe_core.request import LayerRequest
 
 A2aBackend = Annotated[
     str | None,
@@ -34,6 +38,20 @@ def check_model_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise SpecError(f"no model at {folder}: expected a folder with a config.json and weights")
     read_config(folder)
+
+
+def check_pins(a2a_backend: str | None, runner_backend: str | None) -> None:
+    """Raise what planning would about a pin that names nothing, before a model is loaded for it."""
+    # Names are the same for every layer and machine.
+    request = LayerRequest(
+        num_experts=1,
+        top_k=1,
+        hidden_size=1,
+        intermediate_size=1,
+        a2a_backend=a2a_backend,
+        runner_backend=runner_backend,
+    )
+    decide(default_manager(), request, PRESETS["cpu"])
 
 
 def read_text(path: Path) -> str:

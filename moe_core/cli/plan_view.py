@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -90,34 +90,42 @@ def _route_line(route: Route) -> str:
     return "\n".join((route.candidate.full_name, ", ".join(filter(None, (dtype, chosen, limit, graph)))))
 
 
-def decision_view(group: LayerGroup, decision: Decision) -> RenderableType:
-    """Everything that was considered for one group of layers: both stages and the ranking of every workload."""
+def decision_view(group: LayerGroup, decision: Decision, spelled: Callable[[str], str]) -> RenderableType:
+    """Everything that was considered for one group of layers: both stages and the ranking of every workload.
+
+    Args:
+        group: The layers.
+        decision: About them.
+        spelled: Puts a reason into the words of the command line.
+    """
     heading = Text(f"\n{group_title(group)}: {request_line(decision.request)}", style="bold")
-    views = [view for workload in decision.workloads for view in _workload_views(workload)]
+    views = [view for workload in decision.workloads for view in _workload_views(workload, spelled)]
     return Group(heading, *views)
 
 
-def _workload_views(decision: WorkloadDecision) -> Iterable[RenderableType]:
+def _workload_views(decision: WorkloadDecision, spelled: Callable[[str], str]) -> Iterable[RenderableType]:
     workload = decision.workload
     limit = f", up to {workload.max_tokens} tokens" if workload.max_tokens else ""
     title = f"workload {workload.phase}{limit}{', graph capture' if workload.graph_capture else ''}"
     yield _verdicts(
-        f"\n{title}: 1. each spec alone", ((spec.declared.full_name, spec.reasons) for spec in decision.specs)
+        f"\n{title}: 1. each spec alone",
+        ((spec.declared.full_name, spec.reasons) for spec in decision.specs),
+        spelled,
     )
     pairs = ((pair.candidate.full_name, pair.reasons) for pair in decision.joined)
-    yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs)
+    yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs, spelled)
     if decision.num_unjoined:
         yield Text(f"and {decision.num_unjoined} more whose formats differ", style="dim")
     yield _ranking(f"\n{title}: 3. order of those that fit", decision.ranked)
     yield fields({"note": "\n".join(decision.notes)})
 
 
-def _verdicts(title: str, rows: Iterable[tuple[str, tuple[Reason, ...]]]) -> Tree:
+def _verdicts(title: str, rows: Iterable[tuple[str, tuple[Reason, ...]]], spelled: Callable[[str], str]) -> Tree:
     tree = Tree(Text(title, style="bold"), guide_style="dim")
     for name, reasons in rows:
         branch = tree.add(Text.assemble(verdict("no" if reasons else "yes"), "  " if not reasons else "   ", name))
         for reason in reasons:
-            branch.add(Text(str(reason)))
+            branch.add(Text(spelled(str(reason))))
     if not tree.children:
         tree.add(Text("none"))
     return tree

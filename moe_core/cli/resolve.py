@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import attrs
 import typer
+from typer.core import TyperCommand
 
+from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import decision_view, group_title, machine_view, plan_view
@@ -40,6 +44,7 @@ class Resolved:
 
 
 def resolve(
+    context: typer.Context,
     model: Annotated[
         Path | None,
         typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json."),
@@ -144,10 +149,11 @@ def resolve(
     manager = default_manager()
     machine = load_environment(environment) if environment else probe_environment(manager.modules_required())
     results = [_resolved(group, manager, machine) for group in groups]
-    _show(results, explain, as_json)
+    spelled = partial(in_options, options=options_of(cast(TyperCommand, context.command)))
+    _show(results, explain, as_json, spelled)
     errors = dict.fromkeys(result.error for result in results if result.error)
     for message in errors:
-        print_error(message)
+        print_error(spelled(message))
     if errors:
         raise typer.Exit(1)
 
@@ -162,7 +168,7 @@ def _resolved(group: LayerGroup, manager: BackendManager, machine: Environment) 
     return Resolved(group=group, decision=decision, plan=plan)
 
 
-def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
+def _show(results: list[Resolved], explain: bool, as_json: bool, spelled: Callable[[str], str]) -> None:
     if as_json:
         print_json(
             {
@@ -177,7 +183,7 @@ def _show(results: list[Resolved], explain: bool, as_json: bool) -> None:
         console.print(machine_view(results[0].decision))
     for result in results:
         if explain:
-            console.print(decision_view(result.group, result.decision))
+            console.print(decision_view(result.group, result.decision, spelled))
         if result.plan:
             console.print(plan_view(group_title(result.group), result.plan))
 

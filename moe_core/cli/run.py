@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, check_model_folder, known_word, read_text
+from moe_core.cli.options import (
+    A2aBackend,
+    RunnerBackend,
+    Verbose,
+    check_model_folder,
+    check_pins,
+    known_word,
+    read_text,
+)
 from moe_core.cli.output import fields, stage, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
@@ -66,6 +74,7 @@ def run(
     if device is not None:
         known_word("device type", device, DEVICE_TYPES)
     check_model_folder(model)
+    check_pins(a2a_backend, runner_backend)
     sample = None if text is None else read_text(text)
     from moe_core.cli import generation, model_loading
     from moe_core.cli.encoded_text import encode

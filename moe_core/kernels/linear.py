@@ -16,8 +16,9 @@ from torch.nn import functional
 from moe_core.kernels.expert_weights import StoredLinear
 from moe_core.payloads import Tensor
 
-#: fp32 bytes of one block of weight rows: small enough for the cache, large enough to amortize a call.
-_BLOCK_BYTES = 4 << 20
+#: fp32 bytes that a thread gets of one block of weight rows: small enough for the cache, large enough to amortize the
+#: calls and the threads' waiting for each other after each of them.
+_BLOCK_BYTES = 3 << 20
 #: Most rows for which a half precision GEMM as stored is faster than fp32 blocks (measured on AVX2).
 _FEW_ROWS = 3
 #: Most rows for which a block is multiplied in one part per thread (measured with two threads).
@@ -86,10 +87,20 @@ class _Scratch:
         self.num_inputs = linear.num_inputs
         self.block_rows = max(1, linear.num_outputs)
         if linear.weight.device.type == "cpu":
-            lines = max(1, _BLOCK_BYTES // (4 * max(1, self.num_inputs) * _LINE))
-            self.block_rows = min(lines * _LINE, self.block_rows)
+            self.block_rows = min(self._rows_in_cache(self.block_rows), self.block_rows)
         self._linear = linear
         self._memory: Tensor | None = None
+
+    def _rows_in_cache(self, num_outputs: int) -> int:
+        """Rows per block: at most half of a larger weight, in whole lines per thread, and as equal as that allows.
+
+        Threads that divide a block otherwise than the one before write into each other's part of the cache.
+        """
+        threads = torch.get_num_threads()
+        by_one_thread = max(1, _BLOCK_BYTES // (4 * max(1, self.num_inputs) * _LINE)) * _LINE
+        most = max(by_one_thread, min(by_one_thread * threads, -(-num_outputs // 2)))
+        num_blocks, unit = -(-num_outputs // most), _LINE * threads
+        return -(-num_outputs // (num_blocks * unit)) * unit
 
     def blocks(self, expert: int, padded: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and fp32 `[rows, C]` of each block; `padded` gives whole cache lines, zero past C."""
@@ -137,9 +148,12 @@ def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
     if threads == 1 or rows.shape[0] > _SPLIT_ROWS or block.shape[0] % threads:
         torch.mm(rows, block.t(), out=out)
         return
-    parts = block.view(threads, -1, block.shape[1])
-    product = torch.bmm(rows.expand(threads, -1, -1), parts.mT)
-    out.view(rows.shape[0], threads, -1).copy_(product.transpose(0, 1))
+    parts = block.view(threads, -1, block.shape[1]).mT
+    by_thread = rows.expand(threads, -1, -1)
+    if rows.shape[0] == 1:
+        torch.bmm(by_thread, parts, out=out.view(threads, 1, -1))
+    else:
+        out.view(rows.shape[0], threads, -1).copy_(torch.bmm(by_thread, parts).transpose(0, 1))
 
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:

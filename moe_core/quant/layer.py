@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import attrs
@@ -9,7 +10,7 @@ import attrs
 from moe_core.quant.scheme import WHOLE, QuantScheme
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class LayerQuant:
     """The schemes of both projections, which may differ (for example int4 `w13` beside int8 `w2`)."""
 
@@ -55,6 +56,7 @@ class LayerQuant:
         return LayerQuant(w13, w2)
 
 
+@functools.lru_cache(maxsize=256)
 def _with_block(scheme: QuantScheme, axis: int, size: int) -> QuantScheme:
     """The scheme with blocks that divide `size` along `axis`."""
     block = scheme.weight_block

@@ -52,7 +52,7 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (value > 0 or value == WHOLE)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class QuantScheme:
     """How one projection (`w13` or `w2`) is stored and computed. In a pattern any field may be `any`.
 

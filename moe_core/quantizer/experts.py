@@ -93,8 +93,7 @@ def find_experts(source: TensorSource) -> list[ExpertSource]:
     problems += [problem for expert in experts if (problem := _shape_problem(expert)) is not None]
     problems += _gaps(experts)
     if problems:
-        listed = "\n  ".join(problems[:20])
-        raise WeightsError(f"{len(problems)} expert tensors or experts cannot be quantized:\n  {listed}")
+        raise WeightsError.listing(f"{len(problems)} expert tensors or experts cannot be quantized:", problems)
     return experts
 
 

@@ -93,4 +93,4 @@ def _refuse_codes(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
         title = (
             "weights that are no floats, and no configuration that says how they are quantized; nothing was written:"
         )
-        raise WeightsError("\n  ".join([f"{folder}: {title}", *codes]))
+        raise WeightsError.listing(f"{folder}: {title}", codes)

@@ -259,7 +259,6 @@ def _series(file: str) -> tuple[str, str] | None:
 
 
 def _refuse_index(index: Path, file: str, absent: set[str], unnamed: set[str]) -> None:
-    lines = [f"{index} and {file} disagree; nothing was loaded:"]
-    lines += [f"{name}: in the index, not in the file" for name in sorted(absent)]
-    lines += [f"{name}: in the file, not in the index" for name in sorted(unnamed)]
-    raise WeightsError("\n  ".join(lines))
+    problems = [f"{name}: in the index, not in the file" for name in sorted(absent)]
+    problems += [f"{name}: in the file, not in the index" for name in sorted(unnamed)]
+    raise WeightsError.listing(f"{index} and {file} disagree; nothing was loaded:", problems)

@@ -101,7 +101,7 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
     given = weights.tensors
     strangers = [f"{name}: expected a tensor, got {type(t).__name__}" for name, t in given.items() if not _is_data(t)]
     if strangers:
-        raise WeightsError("\n  ".join(["weights are not tensors with data; nothing was loaded:", *strangers]))
+        raise WeightsError.listing("weights are not tensors with data; nothing was loaded:", strangers)
     problems = [f"{name}: missing, expected {list(expected[name].shape)}" for name in expected if name not in given]
     problems += [f"{name}: unknown; this layer has {', '.join(expected)}" for name in given if name not in expected]
     problems += [
@@ -119,4 +119,4 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
         problems.append(f"post_norm: the layer says {request.post_norm}, the weights bring {weights.post_norm!r}")
     if problems:
         title = f"weights of a layer with {num_local_experts} local experts ({request.local_quant}) do not fit"
-        raise WeightsError("\n  ".join([f"{title}; nothing was loaded:", *problems]))
+        raise WeightsError.listing(f"{title}; nothing was loaded:", problems)

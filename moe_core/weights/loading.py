@@ -287,4 +287,4 @@ def _weights_of(scheme: QuantScheme) -> tuple[object, ...]:
 
 def _refuse(where: str, problems: list[str]) -> None:
     if problems:
-        raise WeightsError("\n  ".join([f"{where}: the weights do not fit; nothing was loaded:", *problems]))
+        raise WeightsError.listing(f"{where}: the weights do not fit; nothing was loaded:", problems)

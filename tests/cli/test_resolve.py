@@ -95,7 +95,7 @@ def test_infeasible_as_json(call, with_vendors):
     code, out, err = call(*IMPOSSIBLE, "--json")
     document = json.loads(out)
     assert (code, document["feasible"], document["groups"][0]["plan"]) == (1, False, None)
-    assert document["groups"][0]["error"] in err
+    assert document["groups"][0]["error"].splitlines()[:-1] == err.removeprefix("error: ").splitlines()[:-1]
 
 
 def test_pins_and_fallback(call, with_vendors):
@@ -242,3 +242,19 @@ def test_draft_layers_that_are_not_understood_are_left_out_with_a_warning(call, 
     assert code == 0
     assert [group["layers"] for group in json.loads(out)["groups"]] == [[1, 2]]
     assert "warning: draft layers are left out: model type 'glm_of_tomorrow'" in err
+
+
+@pytest.mark.error_path
+def test_hints_are_options(call):
+    code, _, err = call(*ON_CPU, "--ep-size", "2", "--a2a-backend", "none", "--exclude", "triton")
+    assert code == 1
+    for hint in ("say --token-placement replicated if", "found --exclude triton;", "  --allow-fallback lets another"):
+        assert hint in err
+    assert "=True" not in err
+    code, out, _ = call(*ON_CPU, "--explain")
+    assert code == 0
+    assert "one rank needs no transport: --a2a-backend none" in _words(out.replace("│", ""))
+    assert call(*ON_CPU, "--ep-size", "0")[2] == "error: --ep-size: expected an int >= 1, got 0\n"
+    # Programs read the fields of a request.
+    _, out, _ = call(*ON_CPU, "--ep-size", "2", "--a2a-backend", "none", "--json")
+    assert "say token_placement='replicated' if" in json.loads(out)["groups"][0]["error"]

@@ -165,3 +165,25 @@ def test_bytes_as_tokens(folder):
     assert ByteCodec().decode([97, 0xC3, 300, 98]) == "a��b"
     with pytest.raises(SpecError, match="too few for bytes"):
         load_codec(folder, 100)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("option", ["--runner-backend", "--a2a-backend"])
+def test_unknown_pins_are_refused_before_anything_is_loaded(call, folder, tmp_path, option):
+    kind = option.strip("-").replace("-", " ")
+    (tmp_path / "a.txt").write_text("a")
+    for words in (
+        ("run", "--model", str(folder), "--prompt", "a"),
+        ("eval", str(folder), "--text", str(tmp_path / "a.txt")),
+    ):
+        code, out, err = call(*words, option, "nope")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: unknown {kind} 'nope'")
+
+
+@pytest.mark.error_path
+def test_no_hint_is_an_option_that_run_does_not_have(call, folder):
+    code, _, err = call("run", "--model", str(folder), "--prompt", "a", "--device", "cpu", "--runner-backend", "triton")
+    assert code == 1
+    assert "leave the pins out" in err
+    assert "fallback" not in err

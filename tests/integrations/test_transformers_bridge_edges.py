@@ -276,6 +276,7 @@ def test_any_number_of_experts_per_token(top_k: int) -> None:
 
 def test_prepare_names_modules_and_takes_pins() -> None:
     model = ENTRIES["MixtralExperts"].build_model(seed=1)
+    model.set_experts_implementation(NAME)
     prepared = prepare(model, runner_backend="torch.masked", a2a_backend="none")
     assert set(prepared) == set(ENTRIES["MixtralExperts"].experts_in(model)) != set()
     for experts in prepared.values():
@@ -283,3 +284,10 @@ def test_prepare_names_modules_and_takes_pins() -> None:
         assert experts.plan.routes[0].runner.spec.short_name == "torch.masked"
         assert experts.decision.is_feasible
         assert experts.bound.plan is experts.plan
+
+
+def test_prepare_warns_of_a_model_that_goes_on_with_another_implementation() -> None:
+    model = ENTRIES["MixtralExperts"].build_model(seed=1)
+    model.set_experts_implementation("eager")
+    with pytest.warns(UserWarning, match=r"runs its implementation eager: .*set_experts_implementation\('moe_core'\)"):
+        assert prepare(model)

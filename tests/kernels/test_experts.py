@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import oracle
@@ -11,8 +12,9 @@ import torch
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.activation import activation_function
 from moe_core.kernels.combine import combine
-from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.expert_weights import ExpertLinear, Experts, StoredLinear
 from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
+from moe_core.kernels.linear import linear_by_expert
 from moe_core.kernels.permute import gather_masked, gather_rows, masked_row_map, permute
 from moe_core.payloads import Tensor
 from moe_core.quant import QuantScheme
@@ -67,8 +69,30 @@ def test_odd_sizes(dtype: torch.dtype, tokens: int, hidden: int, inner: int, exp
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_weights_of_more_than_one_block(dtype: torch.dtype) -> None:
-    # 1100 rows of 1000 fp32 values exceed one block, and do not divide into blocks.
+    # 1100 rows of 1000 fp32 values exceed one thread's block, and do not divide into blocks.
     _check(oracle.make_params(2, 1000, 550, dtype), oracle.make_tokens(6, 1000, 2, 1, dtype))
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 140])
+@pytest.mark.parametrize("outputs_per_thread", [16, 1100, 2048])
+def test_blocks_are_divided_among_threads(
+    threads: int, outputs_per_thread: int, num_rows: int, transposed: bool
+) -> None:
+    weight = torch.randint(-128, 128, (1, outputs_per_thread * threads, 1000), dtype=torch.int8)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    rows = torch.randint(-8, 9, (num_rows, 1000)).float()
+    got = linear_by_expert(rows, None, [(0, 0, num_rows)], StoredLinear(weight=weight, weight_dtype="int8"))
+    # Sums of whole numbers below 2 ** 24 are exact in fp32.
+    assert torch.equal(got.double(), rows.double() @ weight[0].double().T)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import attrs
@@ -28,6 +31,19 @@ from moe_core.quant import (
     QuantScheme,
     known,
 )
+
+
+def test_a_pickled_hash_is_not_used_in_another_process() -> None:
+    # Hashes of strings differ from process to process; a kept one would make equal schemes miss each other in sets.
+    both = LayerQuant(NVFP4, W8A8_INT8)
+    assert both in {LayerQuant(NVFP4, W8A8_INT8)}
+    code = (
+        "import pickle, sys; from moe_core.quant import NVFP4, W8A8_INT8, LayerQuant; "
+        "got = pickle.load(sys.stdin.buffer); "
+        "sys.exit(not (got in {LayerQuant(NVFP4, W8A8_INT8)} and got.w13 in {NVFP4}))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"}
+    assert subprocess.run([sys.executable, "-c", code], input=pickle.dumps(both), env=environ).returncode == 0
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,13 @@ def test_biases_in_a_foreign_dtype(tmp_path: Path) -> None:
     save(tmp_path, stored.tensors)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=r"b13: stored as torch.float16 in a"):
         load_experts(checkpoint, MODULE, request, stored_layer(request, "plain"))
+
+
+@pytest.mark.error_path
+def test_a_long_list_is_cut_and_kept() -> None:
+    problems = [f"tensor {number}: missing" for number in range(52)]
+    error = WeightsError.listing("they do not fit:", problems)
+    lines = str(error).splitlines()
+    assert (lines[0], lines[50], lines[51:]) == ("they do not fit:", "  tensor 49: missing", ["  and 2 more"])
+    assert pickle.loads(pickle.dumps(error)).problems == tuple(problems)
+    assert str(WeightsError.listing("they do not fit:", problems[:50])).splitlines()[-1] == "  tensor 49: missing"

@@ -95,7 +95,6 @@ def _grouped_mm(format_: str) -> RunnerSpec:
         # Rows and columns of 16 bytes.
         limits=(Limit("hidden_size", "multiple_of", 8), Limit("intermediate_size", "multiple_of", 8)),
         graph_safe=True,
-        tier="tuned",
     )
 
 

@@ -46,7 +46,8 @@ def _runner(format_: str) -> RunnerSpec:
         weight_on_input=True,
         post_norm=True,
         graph_safe=True,
-        tier="tuned",
+        # In the other formats the rows are gathered before; this one's GEMM gathers them itself.
+        tier="tuned" if format_ == "standard" else "generic",
     )
 
 
@@ -68,7 +69,8 @@ def _fused() -> RunnerSpec:
 def _untuned(runner: RunnerSpec) -> RunnerSpec:
     """The same kernels on other generations, with tiles that were chosen elsewhere."""
     schemes = tuple(scheme for scheme in runner.schemes if scheme.w13.weight_dtype in _OTHER_DTYPES)
-    return attrs.evolve(runner, kernel=f"{runner.kernel}_untuned", archs=_OTHER_ARCHS, schemes=schemes, tier="generic")
+    tier = "reference" if runner.tier == "generic" else "generic"
+    return attrs.evolve(runner, kernel=f"{runner.kernel}_untuned", archs=_OTHER_ARCHS, schemes=schemes, tier=tier)
 
 
 @hookimpl

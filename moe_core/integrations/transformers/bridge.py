@@ -6,6 +6,7 @@ or its pickles, and they go when the module goes.
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from moe_core.environment import Environment
 from moe_core.errors import InputError, UnsupportedModelError
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
 from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
-from moe_core.integrations.transformers.traits import DTYPE_NAMES, configured_top_k, is_experts, local_parameters
+from moe_core.integrations.transformers.traits import DTYPE_NAMES, NAME, configured_top_k, is_experts, local_parameters
 from moe_core.manager import BackendManager, default_manager
 from moe_core.payloads import Tensor
 
@@ -32,8 +33,9 @@ def prepare(
     """Resolve, prepare and bind every experts module of a model, after it was loaded, moved and split.
 
     A module that is not prepared so is prepared at its first call, without pins. Which implementation the model selects
-    is left as it is. Call again after replacing a gate or an activation function; replaced parameters are noticed.
-    Experts that `load_model` brought are prepared already; they are listed too.
+    is left as it is; where that is another one, which then goes on running, a warning says so. Call again after
+    replacing a gate or an activation function; replaced parameters are noticed. Experts that `load_model` brought are
+    prepared already; they are listed too.
 
     Args:
         model: Any module that contains experts modules of transformers.
@@ -64,7 +66,26 @@ def prepare(
             f"the quantized experts of {', '.join(loaded)} were prepared when they were loaded; give the pins and the "
             "environment to load_model"
         )
-    return {name: module.prepared for name, module in loaded.items()} | prepare_modules(model, preparer, bool(loaded))
+    prepared = {name: module.prepared for name, module in loaded.items()}
+    prepared |= prepare_modules(model, preparer, bool(loaded))
+    _warn_of_other_implementations(model)
+    return prepared
+
+
+def _warn_of_other_implementations(model: torch.nn.Module) -> None:
+    selected = {chosen for module in model.modules() if is_experts(module) and (chosen := _selected(module)) != NAME}
+    if selected:
+        warnings.warn(
+            f"experts of {type(model).__name__} are prepared, but the model runs its implementation "
+            f"{', '.join(sorted(selected))}: load it with experts_implementation={NAME!r}, or call "
+            f"set_experts_implementation({NAME!r}) on it",
+            stacklevel=3,
+        )
+
+
+def _selected(module: torch.nn.Module) -> str:
+    """The implementation that a module's configuration selects; transformers takes eager where it selects none."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) or "eager"
 
 
 def prepare_modules(

@@ -70,7 +70,7 @@ def read_dense(
         progress(stored_in[module])
     if problems:
         title = "quantized tensors outside the experts that are not understood; nothing was loaded:"
-        raise WeightsError("\n  ".join([f"{checkpoint.path}: {title}", *problems]))
+        raise WeightsError.listing(f"{checkpoint.path}: {title}", problems)
     return tensors
 
 

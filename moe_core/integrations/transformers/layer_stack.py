@@ -61,7 +61,7 @@ class LayerStack:
                 f"{path}: tensors of layers past those of the configuration ({declared}); if they are drafts, it must "
                 f"count them ({' or '.join(DRAFT_COUNTS)}); nothing was loaded:"
             )
-            raise WeightsError("\n  ".join([title, *strangers]))
+            raise WeightsError.listing(title, strangers)
 
     def _beyond(self, name: str) -> int:
         """How many layers after the model's last one a tensor is, from 0; negative inside the model."""

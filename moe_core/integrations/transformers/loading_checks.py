@@ -108,4 +108,4 @@ def _codes(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterato
 
 def _refuse(title: str, problems: list[str]) -> None:
     if problems:
-        raise WeightsError("\n  ".join([f"{title}; nothing was loaded:", *problems]))
+        raise WeightsError.listing(f"{title}; nothing was loaded:", problems)

@@ -1,0 +1,36 @@
+"""Fields of a layer request in messages, spelled as the options of the command that was typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+
+from typer.core import TyperCommand
+
+#: `token_placement='replicated'`, `LayerRequest(allow_fallback=True)`, `LayerRequest, field 'ep_size'`.
+_FIELD = re.compile(
+    r"LayerRequest, field '(?P<checked>\w+)'"
+    r"|(?P<call>LayerRequest\()?\b(?P<given>\w+)=(?:'(?P<word>[^']*)'|True)(?(call)\))"
+)
+_CALL = re.compile(r"LayerRequest\((\w+)=")
+
+
+def options_of(command: TyperCommand) -> dict[str, str]:
+    """Names of a command's parameters -> how they are typed; arguments have no such word."""
+    return {str(param.name): param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+
+
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """A message in the words of a command line.
+
+    Fields that the command has no option for stay as they are; a line that advises to set one in a `LayerRequest(...)`
+    is left out, since nobody could follow it.
+    """
+    lines = [line for line in text.split("\n") if (call := _CALL.search(line)) is None or call[1] in options]
+    return _FIELD.sub(partial(_typed, options), "\n".join(lines))
+
+
+def _typed(options: Mapping[str, str], match: re.Match[str]) -> str:
+    option = options.get(match["checked"] or match["given"])
+    return match[0] if option is None else " ".join(filter(None, (option, match["word"])))
