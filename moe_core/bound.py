@@ -24,7 +24,7 @@ from moe_core.payloads import (
     PreparedWeights,
     Tensor,
 )
-from moe_core.plan import MoEPlan, Route
+from moe_core.plan import MoEPlan, Route, RouteTable
 
 
 @attrs.define(eq=False)
@@ -64,6 +64,7 @@ class BoundExperts:
         check_agreement(plan, group, self._device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
+        self._table = RouteTable.of(plan)
         self._slots = slot_map(plan.request)
         request = plan.request
         self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
@@ -115,7 +116,7 @@ class BoundExperts:
         phase: str | None,
         overlap: Callable[[], None] | None,
     ) -> Tensor:
-        index = 0 if self._has_one_route and phase is None else self.plan.route_index(hidden_states.shape[0], phase)
+        index = 0 if self._has_one_route and phase is None else self._table.index(hidden_states.shape[0], phase)
         bound = self.routes[index]
         limit = bound.route.max_tokens
         if limit is not None and hidden_states.shape[0] > limit:

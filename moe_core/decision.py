@@ -85,19 +85,21 @@ class DtypeChoice:
 
 @attrs.frozen(kw_only=True)
 class Ranked:
-    """A feasible candidate, what put it in its place (see `ranking`), and its dispatch dtype."""
+    """A feasible candidate, what put it in its place (see `ranking`), its dispatch dtype, its time if one counted."""
 
     candidate: Candidate
     because: str
     dtype: DtypeChoice
+    microseconds: float | None = None
 
 
 @attrs.frozen(kw_only=True)
 class WorkloadDecision:
-    """Everything about one workload.
+    """Everything about one workload, or about one range of its token counts.
 
     Attributes:
-        workload: Which.
+        workload: Which; of a range, with its largest token count.
+        min_tokens: Fewest tokens it is about; fewer have a decision of their own.
         specs: Every declared spec alone.
         pairs: Pairs of those that passed.
         ranked: What can run, best first; empty if nothing fits.
@@ -111,6 +113,17 @@ class WorkloadDecision:
     ranked: tuple[Ranked, ...] = ()
     fallback: str = ""
     notes: tuple[str, ...] = ()
+    min_tokens: int = 1
+
+    @property
+    def title(self) -> str:
+        """`any`, `decode, up to 128 tokens`, `any, from 91 to 512 tokens, graph capture`."""
+        limit = self.workload.max_tokens
+        tokens = f"from {self.min_tokens}{f' to {limit}' if limit else ''} tokens"
+        if self.min_tokens == 1:
+            tokens = f"up to {limit} tokens" if limit else ""
+        graph = "graph capture" if self.workload.graph_capture else ""
+        return ", ".join(filter(None, (self.workload.phase, tokens, graph)))
 
     @property
     def joined(self) -> tuple[PairReport, ...]:
@@ -131,8 +144,9 @@ class Decision:
         request: What was asked.
         environment: For which machine.
         plugins: What discovery found, failed plugins included.
-        workloads: One decision per workload.
+        workloads: One decision per workload; several where measurements or the request split it by token counts.
         weight_layout: The layout shared by the first-ranked candidates of all workloads, None if not feasible.
+        measurements: Which measured times there were, and what they say about this layer.
         reasons: Why workloads that have candidates each do not go together.
         error: Why no plan can be made, "" if one can.
     """
@@ -142,6 +156,7 @@ class Decision:
     plugins: tuple[PluginReport, ...] = ()
     workloads: tuple[WorkloadDecision, ...] = ()
     weight_layout: str | None = None
+    measurements: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
     error: str = ""
 
@@ -149,6 +164,14 @@ class Decision:
     def is_feasible(self) -> bool:
         """Whether every workload has a candidate and all share a weight layout."""
         return not self.error
+
+    def sections(self) -> Iterator[tuple[WorkloadDecision, bool]]:
+        """The decisions, and whether the reports of each are other than those of the one before: ranges share them."""
+        before: WorkloadDecision | None = None
+        for workload in self.workloads:
+            is_range = before is not None and before.workload.phase == workload.workload.phase
+            yield workload, not (is_range and before is not None and before.pairs == workload.pairs)
+            before = workload
 
     def reasons_of(self, full_name: str) -> tuple[Reason, ...]:
         """All reasons against one spec or pair (by full name), over all workloads, without repetition."""
@@ -173,6 +196,7 @@ class Decision:
             "request": attrs.asdict(self.request),
             "environment": self.environment.to_json(),
             "plugins": [attrs.asdict(plugin) for plugin in self.plugins],
+            "measurements": list(self.measurements),
             "workloads": [_workload_json(workload) for workload in self.workloads],
         }
 
@@ -184,6 +208,7 @@ class Decision:
 def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
     return {
         "workload": attrs.asdict(decision.workload),
+        "min_tokens": decision.min_tokens,
         "specs": [
             {"name": spec.declared.full_name, "reasons": [attrs.asdict(reason) for reason in spec.reasons]}
             for spec in decision.specs
@@ -200,6 +225,7 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
             {
                 "name": ranked.candidate.full_name,
                 "because": ranked.because,
+                "microseconds": ranked.microseconds,
                 "dispatch_dtype": str(ranked.dtype.token_dtype),
                 "dtype_rule": ranked.dtype.rule,
                 "dtype_requested": ranked.dtype.requested,
@@ -219,20 +245,23 @@ def _lines(decision: Decision) -> Iterator[str]:
     for plugin in decision.plugins:
         if plugin.error:
             yield f"plugin {plugin.name}: {plugin.status}: {plugin.error}"
-    for workload in decision.workloads:
-        yield from _workload_lines(workload)
+    yield from (f"measurements: {line}" for line in decision.measurements)
+    for workload, is_new in decision.sections():
+        yield from _workload_lines(workload, is_new)
     yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
 
 
-def _workload_lines(decision: WorkloadDecision) -> Iterator[str]:
-    yield f"workload {decision.workload.phase}: each spec alone"
-    for spec in decision.specs:
-        yield from _verdict(spec.declared.full_name, spec.reasons)
-    yield f"workload {decision.workload.phase}: pairs of those that passed"
-    for pair in decision.joined:
-        yield from _verdict(pair.candidate.full_name, pair.reasons)
-    if decision.num_unjoined:
-        yield f"  {decision.num_unjoined} more: their formats differ"
+def _workload_lines(decision: WorkloadDecision, is_new: bool) -> Iterator[str]:
+    if is_new:
+        yield f"workload {decision.workload.phase}: each spec alone"
+        for spec in decision.specs:
+            yield from _verdict(spec.declared.full_name, spec.reasons)
+        yield f"workload {decision.workload.phase}: pairs of those that passed"
+        for pair in decision.joined:
+            yield from _verdict(pair.candidate.full_name, pair.reasons)
+        if decision.num_unjoined:
+            yield f"  {decision.num_unjoined} more: their formats differ"
+    yield f"workload {decision.title}: order of those that fit"
     for place, ranked in enumerate(decision.ranked, start=1):
         dtype = ranked.dtype
         adjusted = f", asked for {dtype.requested}" if dtype.requested else ""

@@ -168,6 +168,17 @@ def unprobed_environment(modules: Iterable[str] = ()) -> Environment:
     )
 
 
+def _cpu_name() -> str:
+    """`AMD EPYC 7763 64-Core Processor, 2 CPUs`, or `cpu` where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return "cpu"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, "")
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs" if name else "cpu"
+
+
 def probe_environment(modules: Iterable[str] = (), device_type: str | None = None) -> Environment:
     """Describe this machine; imports torch and asks it for its accelerator.
 
@@ -186,7 +197,8 @@ def probe_environment(modules: Iterable[str] = (), device_type: str | None = Non
     if device not in (found, "cpu", "meta"):
         raise SpecError(f"device type {device!r} was asked for, but torch {torch.__version__} finds {found!r} here")
     packages = installed_packages({"torch", "triton", *modules})
-    described = Environment(device_type=device, device_name=device, packages=packages, source="probed")
+    name = _cpu_name() if device == "cpu" else device
+    described = Environment(device_type=device, device_name=name, packages=packages, source="probed")
     if device != "cuda":
         return described
     major, minor = torch.cuda.get_device_capability()

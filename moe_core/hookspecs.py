@@ -70,13 +70,13 @@ def declare_backends() -> PluginSpec:  # type: ignore[empty-body]
 def select_dispatcher(request: LayerRequest, candidates: Sequence[Candidate]) -> Candidate | None:
     """Choose among the combinations that can run.
 
-    Called once per workload while a plan is made. Policy plugins (which implement a select hook and declare no
-    backends) are asked first, by name; then the plugin of the first candidate's runner, unless the user's
-    `prefer` or a measurement made the order; then the core takes `candidates[0]`. Stops at the first answer
-    that is not None; the plan records who answered.
+    Called once per workload while a plan is made, or once for each range of its token counts where measured times
+    split it. Policy plugins (which implement a select hook and declare no backends) are asked first, by name; then
+    the plugin of the first candidate's runner, unless the user's `prefer` or a measurement made the order; then the
+    core takes `candidates[0]`. Stops at the first answer that is not None; the plan records who answered.
 
     Args:
-        request: The layer, with the one workload in question.
+        request: The layer, with the one workload in question; of a range, up to its largest token count.
         candidates: Feasible combinations, best first, already narrowed by the user's pins; never empty.
 
     Returns:

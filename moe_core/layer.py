@@ -64,7 +64,7 @@ class MoELayer(torch.nn.Module):
             device: Device type to probe for (`cpu` on a GPU machine); default: the accelerator if there is one.
             manager: The plugins; default: the installed ones.
             group: This process's place among the expert-parallel ranks; needed if `ep_size > 1`.
-            measurements: Measured times that rank the candidates.
+            measurements: Measured times that rank the candidates; default: the user's and the shipped ones.
 
         Raises:
             ResolutionError: Nothing fits, or a pin does not.

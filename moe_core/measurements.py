@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -15,6 +14,12 @@ from moe_core.errors import SpecError
 from moe_core.request import LayerRequest
 from moe_core.specs import Candidate
 from moe_core.vocabulary import as_tuple, at_least, instance_of, tuple_of
+
+#: Rows per expert, were tokens spread evenly, from which every expert's GEMMs are bound by arithmetic: times grow in
+#: proportion to the tokens from there, so that the order at the largest measured count holds for more.
+SATURATED_ROWS = 128
+#: Largest ratio of the token counts of two times that are compared.
+COMPARABLE = 2
 
 
 def _is_time(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -43,6 +48,18 @@ class Measurement:
     source: str = attrs.field(validator=instance_of(str))
 
 
+class Found(NamedTuple):
+    """A measured time that speaks for a token count: of how many tokens it is, and where it is from."""
+
+    microseconds: float
+    num_tokens: int
+    provenance: str
+
+    def is_comparable(self, other: Found) -> bool:
+        """Whether the two are of about as many tokens: times that are not cannot tell which combination is faster."""
+        return max(self.num_tokens, other.num_tokens) <= COMPARABLE * min(self.num_tokens, other.num_tokens)
+
+
 def shape_key(request: LayerRequest) -> str:
     """What two layers must share for one's measurements to rank the other's candidates."""
     return (
@@ -51,55 +68,79 @@ def shape_key(request: LayerRequest) -> str:
     )
 
 
+def is_saturated(request: LayerRequest, num_tokens: int) -> bool:
+    """Whether more than `num_tokens` tokens take time in proportion to their number; see `SATURATED_ROWS`."""
+    return num_tokens * request.top_k >= SATURATED_ROWS * request.num_experts
+
+
 @attrs.frozen
 class MeasurementTable:
-    """A set of measurements; lookups never leave the measured range of token counts."""
+    """A set of measurements.
+
+    Attributes:
+        rows: What was measured.
+        origins: Where the rows are from and what was left out and why, as lines for people.
+    """
 
     rows: tuple[Measurement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Measurement))
+    origins: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(str), eq=False)
+
+    @functools.cached_property
+    def _rows_of(self) -> Mapping[tuple[str, str], dict[str, list[Measurement]]]:
+        """(Arch, shape) -> candidate -> its rows."""
+        found: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
+        for row in self.rows:
+            found.setdefault((row.arch, row.shape), {}).setdefault(row.candidate, []).append(row)
+        return found
+
+    def of_layer(self, request: LayerRequest, environment: Environment) -> Mapping[str, list[Measurement]]:
+        """Candidate's full name -> its rows for this layer's shape on this device generation."""
+        if not self.rows:
+            return {}
+        return self._rows_of.get((environment.arch or environment.device_type, shape_key(request)), {})
 
     def lookup(
-        self, request: LayerRequest, environment: Environment, candidate: Candidate, num_tokens: int | None
-    ) -> tuple[float, str] | None:
-        """Microseconds and provenance (`exact` or `nearest`), or None where nothing comparable was measured.
+        self, request: LayerRequest, environment: Environment, candidates: Iterable[Candidate], num_tokens: int | None
+    ) -> list[Found | None]:
+        """For each candidate the row that speaks for a token count, or None where there is none.
 
-        Nearest means the measured token count closest by ratio; counts outside the measured range have none.
+        Nearest means the measured token count closest by ratio. Counts outside the measured range have none, but for
+        those above a count that saturates the experts (`SATURATED_ROWS`).
         """
-        if num_tokens is None or not self.rows:
-            return None
-        arch, shape = environment.arch or environment.device_type, shape_key(request)
-        near = [row for row in self.rows if (row.candidate, row.arch, row.shape) == (candidate.full_name, arch, shape)]
-        if not near:
-            return None
-        counts = [row.num_tokens for row in near]
-        if not min(counts) <= num_tokens <= max(counts):
-            return None
+        rows = self.of_layer(request, environment) if num_tokens is not None else {}
+        if num_tokens is None or not rows:
+            return [None for _ in candidates]
+        return [_speaking(rows.get(candidate.full_name, ()), request, num_tokens) for candidate in candidates]
 
-        # Equally near, or measured twice: the larger count, then the slower time, whatever the order of the rows.
-        def nearness(row: Measurement) -> tuple[float, int, float, str]:
-            return abs(math.log(row.num_tokens / num_tokens)), -row.num_tokens, -row.microseconds, row.source
+    def over(self, other: MeasurementTable) -> MeasurementTable:
+        """These rows, and the other's of shapes that these leave out: times of two machines are never compared."""
+        if not (self.rows or self.origins):
+            # What it has prepared for look-ups is kept.
+            return other
+        own = {(row.arch, row.shape) for row in self.rows}
+        added = [row for row in other.rows if (row.arch, row.shape) not in own]
+        return MeasurementTable((*self.rows, *added), (*self.origins, *other.origins))
 
-        row = min(near, key=nearness)
-        kind = "exact" if row.num_tokens == num_tokens else f"nearest, T={row.num_tokens} for {num_tokens}"
-        return row.microseconds, f"measured {row.microseconds:g} us ({kind}; {row.source})"
+    def about(self, request: LayerRequest, environment: Environment) -> tuple[str, ...]:
+        """What there is for one layer, as lines for people; empty where nobody looked for measurements."""
+        counts = [row.num_tokens for rows in self.of_layer(request, environment).values() for row in rows]
+        if counts:
+            return (*self.origins, f"this layer was measured at T={min(counts)} to {max(counts)}")
+        return (*self.origins, f"this layer was not measured: {shape_key(request)}") if self.rows else self.origins
 
-    @classmethod
-    def from_rows(cls, rows: Iterable[dict[str, Any]], source: str) -> MeasurementTable:
-        """Read plain rows; raises `SpecError` naming the row that is wrong."""
-        measurements = []
-        for index, row in enumerate(rows):
-            try:
-                measurements.append(Measurement(**row))
-            except (TypeError, SpecError) as error:
-                raise SpecError(f"measurements {source}, row {index}: {error}") from error
-        return cls(measurements)
 
-    @classmethod
-    def load(cls, path: Path) -> MeasurementTable:
-        """Read a JSON list of rows; raises `SpecError` naming the file if it is none."""
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"measurements {path}: cannot be read ({error})") from error
-        if not isinstance(rows, list):
-            raise SpecError(f"measurements {path}: expected a JSON list of rows, got {type(rows).__name__}")
-        return cls.from_rows(rows, source=str(path))
+def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: int) -> Found | None:
+    counts = [row.num_tokens for row in rows]
+    if not counts or num_tokens < min(counts):
+        return None
+    if num_tokens > max(counts) and not is_saturated(request, max(counts)):
+        return None
+
+    # Equally near, or measured twice: the larger count, then the slower time, whatever the order of the rows.
+    def nearness(row: Measurement) -> tuple[float, int, float, str]:
+        return abs(math.log(row.num_tokens / num_tokens)), -row.num_tokens, -row.microseconds, row.source
+
+    row = min(rows, key=nearness)
+    is_exact = row.num_tokens == num_tokens
+    kind = f"exact, T={num_tokens}" if is_exact else f"nearest, T={row.num_tokens} for {num_tokens}"
+    return Found(row.microseconds, row.num_tokens, f"measured {row.microseconds:g} us ({kind}; {row.source})")

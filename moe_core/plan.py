@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import json
+import math
 from typing import Any
 
 import attrs
@@ -59,7 +59,7 @@ class MoEPlan:
 
     Attributes:
         request: What was asked.
-        routes: One per workload. Several local routes are ordered by `max_tokens`.
+        routes: One per workload, or one per range of its token counts; ordered by `max_tokens`.
         weight_layout: Tag of the prepared weights.
         output_is_complete: Whether the layer's output is the whole sum; otherwise the caller reduces it over
             the ranks that hold the parts (tensor parallel, or expert parallel over replicated tokens).
@@ -79,34 +79,12 @@ class MoEPlan:
 
     @property
     def is_multi_rank(self) -> bool:
-        """Whether a forward communicates, so that the phase, never a local token count, picks the route."""
-        return self.request.ep_size > 1 and self.request.token_placement == "distributed"
+        """See `LayerRequest.is_multi_rank`."""
+        return self.request.is_multi_rank
 
     def route_index(self, num_tokens: int, phase: str | None = None) -> int:
-        """The route of a forward: by `phase` if given, else by the number of tokens of a local plan.
-
-        Raises:
-            InputError: The phase has no route, a multi-rank plan of several routes was not told the phase, or
-                there are more tokens than any route takes.
-        """
-        if phase is not None and (len(self.routes) > 1 or self.routes[0].phase != ANY):
-            return self._index_of_phase(phase)
-        if len(self.routes) == 1:
-            return 0
-        if self.is_multi_rank:
-            phases = ", ".join(route.phase for route in self.routes)
-            raise InputError(f"this layer has routes for {phases}: say which with phase=; token counts differ by rank")
-        limits = [float("inf") if route.max_tokens is None else route.max_tokens for route in self.routes]
-        index = bisect.bisect_left(limits, num_tokens)
-        if index == len(self.routes):
-            raise InputError(f"{num_tokens} tokens exceed the largest workload of this layer, {limits[-1]}")
-        return index
-
-    def _index_of_phase(self, phase: str) -> int:
-        for index, route in enumerate(self.routes):
-            if route.phase == phase:
-                return index
-        raise InputError(f"no route for phase {phase!r}; this layer has {', '.join(r.phase for r in self.routes)}")
+        """The route of a forward; see `RouteTable.index`."""
+        return RouteTable.of(self).index(num_tokens, phase)
 
     def canonical(self) -> dict[str, str]:
         """Flat field -> value form that is equal on every rank with the same plan (no rank, no local count)."""
@@ -117,6 +95,64 @@ class MoEPlan:
     def __str__(self) -> str:
         """One line per route and the weight layout."""
         return "\n".join([*map(str, self.routes), f"weights: {self.weight_layout}"])
+
+
+@attrs.frozen
+class RouteTable:
+    """Which route takes a forward, prepared for a look-up per forward.
+
+    Attributes:
+        phases: What a caller may name; empty where the layer does not tell phases apart.
+        steps: Phase -> its routes as (most tokens, index in the plan), ascending. None stands for no phase.
+        needs_phase: Whether only the phase may choose: a multi-rank plan with routes of several phases.
+    """
+
+    phases: tuple[str, ...]
+    steps: dict[str | None, tuple[tuple[float, int], ...]]
+    needs_phase: bool
+
+    @classmethod
+    def of(cls, plan: MoEPlan) -> RouteTable:
+        """The table of a plan's routes."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        for index, route in enumerate(plan.routes):
+            limit = math.inf if route.max_tokens is None else route.max_tokens
+            found.setdefault(route.phase, []).append((limit, index))
+        steps: dict[str | None, tuple[tuple[float, int], ...]] = {
+            phase: tuple(sorted(of_phase)) for phase, of_phase in found.items()
+        }
+        phases = tuple(phase for phase in found if phase != ANY)
+        needs_phase = plan.is_multi_rank and len(phases) > 1
+        steps[None] = _across_phases(list(found.values()))
+        return cls(phases, steps, needs_phase)
+
+    def index(self, num_tokens: int, phase: str | None = None) -> int:
+        """The route of a forward: of `phase` if given, and among those by the number of tokens.
+
+        Without a phase the smallest workload that takes the tokens serves. Where one phase or one route is left and
+        takes fewer tokens, it is the answer all the same: whoever runs it knows its limit.
+
+        Raises:
+            InputError: The phase has no route, a multi-rank plan of several phases was not told which, or there are
+                more tokens than any route takes.
+        """
+        if phase is not None and self.phases and phase not in self.phases:
+            raise InputError(f"no route for phase {phase!r}; this layer has {', '.join(self.phases)}")
+        if phase is None and self.needs_phase:
+            phases = ", ".join(self.phases)
+            raise InputError(f"this layer has routes for {phases}: say which with phase=; token counts differ by rank")
+        steps = self.steps[phase if self.phases else None]
+        for limit, index in steps:
+            if num_tokens <= limit:
+                return index
+        if phase is None and len(steps) > 1:
+            raise InputError(f"{num_tokens} tokens exceed the largest workload of this layer, {steps[-1][0]}")
+        return steps[-1][1]
+
+
+def _across_phases(phases: list[list[tuple[float, int]]]) -> tuple[tuple[float, int], ...]:
+    """The steps where no phase is said: smaller phases first, so that each takes over where those end."""
+    return tuple(step for of_phase in sorted(phases, key=max) for step in sorted(of_phase))
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from moe_core.decision import Decision, DtypeChoice, Ranked, WorkloadDecision
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, ResolutionError, UnknownNameError
 from moe_core.manager import BackendManager
+from moe_core.measurement_files import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.plan import MoEPlan, Route
 from moe_core.ranking import is_users_order
@@ -30,7 +31,12 @@ def decide(
     environment: Environment,
     measurements: MeasurementTable | None = None,
 ) -> Decision:
-    """Resolve one layer against the manager's plugins; naming a plugin that failed to load raises its error."""
+    """Resolve one layer against the manager's plugins; naming a plugin that failed to load raises its error.
+
+    Without a table the measured times are those of `default_measurements`; an empty table stands for none.
+    """
+    if measurements is None:
+        measurements = default_measurements(environment, manager.versions())
     try:
         return resolve(manager.specs(), request, environment, measurements, manager.reports())
     except UnknownNameError as error:
@@ -47,6 +53,12 @@ def make_plan(
     measurements: MeasurementTable | None = None,
 ) -> tuple[MoEPlan, Decision]:
     """The plan of one layer and the decision behind it.
+
+    Args:
+        manager: The plugins.
+        request: The layer.
+        environment: The machine.
+        measurements: Measured times that rank and split; default: the user's and those that ship with the package.
 
     Raises:
         ResolutionError: Nothing fits, or a pin does not; the message lists reasons and hints, the exception
@@ -105,12 +117,24 @@ def _plan(
     deviations = [text for text in dict.fromkeys(deviations) if text]
     plan = MoEPlan(
         request=request,
-        routes=sorted(routes, key=lambda route: (route.max_tokens is None, route.max_tokens or 0, route.phase)),
+        routes=sorted(
+            _joined(routes), key=lambda route: (route.max_tokens is None, route.max_tokens or 0, route.phase)
+        ),
         weight_layout=str(decision.weight_layout),
         output_is_complete=request.tp_size == 1 and (request.ep_size == 1 or request.token_placement == "distributed"),
         notes=tuple(dict.fromkeys([*deviations, *notes])),
     )
     return plan, decision, tuple(deviations)
+
+
+def _joined(routes: list[Route]) -> list[Route]:
+    """Neighbouring routes of one phase that a hook made equal are one."""
+    joined: list[Route] = []
+    for route in routes:
+        if joined and attrs.evolve(joined[-1], max_tokens=route.max_tokens) == route:
+            joined.pop()
+        joined.append(route)
+    return joined
 
 
 def _merged(decision: Decision) -> list[WorkloadDecision]:

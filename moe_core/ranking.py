@@ -7,13 +7,13 @@ the name. Registration and import order never count.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moe_core.decision import DtypeChoice, Ranked
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable
-from moe_core.request import LayerRequest, Workload
+from moe_core.request import LayerRequest
 from moe_core.specs import Candidate, belongs_to
 from moe_core.vocabulary import TIERS
 
@@ -33,29 +33,42 @@ class _Place(NamedTuple):
 def rank(
     feasible: Sequence[tuple[Candidate, DtypeChoice]],
     request: LayerRequest,
-    workload: Workload,
+    num_tokens: int | None,
     environment: Environment,
     measurements: MeasurementTable,
 ) -> tuple[Ranked, ...]:
     """Best first; each with the criterion that set it apart from the next one.
 
-    Measurements rank only if the candidate that the tiers would choose was measured too: a slow kernel that
-    happens to have been timed must not win over a faster one that was not.
+    `num_tokens` is the count for which measured times are looked up, None for an order without them. They rank only if
+    the candidate that the tiers would choose was measured too: a slow kernel that happens to have been timed must not
+    win over a faster one that was not.
     """
     by_tier = sorted(((_place(c, request), c, dtype) for c, dtype in feasible), key=lambda entry: entry[0])
-    found = [measurements.lookup(request, environment, c, workload.max_tokens) for _, c, _ in by_tier]
-    if not by_tier or found[0] is None:
-        found = [None] * len(by_tier)
+    found = measurements.lookup(request, environment, [candidate for _, candidate, _ in by_tier], num_tokens)
+    usual = found[0] if found else None
+    found = [time if time and usual and time.is_comparable(usual) else None for time in found]
     timed = [
-        (place._replace(microseconds=time[0]) if time else place, candidate, dtype, time[1] if time else "")
+        (place._replace(microseconds=time.microseconds), candidate, dtype, time.provenance)
+        if time
+        else (place, candidate, dtype, "")
         for (place, candidate, dtype), time in zip(by_tier, found, strict=True)
     ]
     ordered = sorted(timed, key=lambda entry: entry[0])
     places = [place for place, *_ in ordered]
     return tuple(
-        Ranked(candidate=candidate, because=_because(index, places, provenance), dtype=dtype)
-        for index, (_, candidate, dtype, provenance) in enumerate(ordered)
+        Ranked(
+            candidate=candidate,
+            because=_because(index, places, provenance),
+            dtype=dtype,
+            microseconds=place.microseconds if provenance else None,
+        )
+        for index, (place, candidate, dtype, provenance) in enumerate(ordered)
     )
+
+
+def by_tier(candidates: Iterable[Candidate], request: LayerRequest) -> list[Candidate]:
+    """The order if no time counts."""
+    return sorted(candidates, key=lambda candidate: _place(candidate, request))
 
 
 def is_users_order(ranked: Sequence[Ranked]) -> bool:

@@ -155,6 +155,10 @@ class PluginRegistry:
         ]
         return tuple(sorted([*ready, *failed], key=lambda row: (row.name, row.distribution, row.status)))
 
+    def versions(self) -> dict[str, str]:
+        """Name of each ready plugin -> its distribution and version, which tell whether times of it still hold."""
+        return {name: f"{found.distribution} {found.version}".strip() for name, found in self._found.items()}
+
     def require(self, name: str) -> PluginSpec:
         """The declaration of a plugin; raises what stopped it if it failed.
 

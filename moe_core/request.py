@@ -98,7 +98,8 @@ class LayerRequest:
         placement: Which rank owns which expert, and how many copies there are.
         token_placement: `distributed` (each rank brings its own tokens) or `replicated` (every rank of the group has
             all of them and returns its part of the sum).
-        workloads: Forwards to serve; each gets a route, all share one weight layout.
+        workloads: Forwards to serve; each gets a route or several, all share one weight layout. Where a forward does
+            not communicate, a phase may occur with several token counts: the smallest that suffices serves.
         deterministic: A token's result must be the same bits whatever else is in the batch.
         a2a_backend: Pin of the dispatcher (bare, `name.mode` or full name).
         runner_backend: Pin of the runner.
@@ -149,11 +150,7 @@ class LayerRequest:
         if self.tp_size > self.intermediate_size:
             raise SpecError(f"LayerRequest: tp_size {self.tp_size} exceeds intermediate_size {self.intermediate_size}")
         self.placement.check(self.num_experts)
-        phases = [workload.phase for workload in self.workloads]
-        if not phases or len(set(phases)) != len(phases):
-            raise SpecError(f"LayerRequest.workloads: phases must be present and distinct, got {phases}")
-        if len(phases) > 1 and ANY in phases:
-            raise SpecError(f"LayerRequest.workloads: {ANY!r} stands alone, got {phases}")
+        self._check_workloads()
         for scheme in (self.quant.w13, self.quant.w2):
             if scheme.is_pattern:
                 raise SpecError(f"LayerRequest.quant: {scheme} is a pattern; say what the stored weights are")
@@ -168,6 +165,21 @@ class LayerRequest:
                 f"LayerRequest.quant: blocks of all rows and {block[1]} columns would span gate and up, which have "
                 f"scales of their own; give w13 blocks of {self.intermediate_size} rows"
             )
+
+    def _check_workloads(self) -> None:
+        """What names a route must tell workloads apart: the phase, and where only local tokens count their number."""
+        phases = [workload.phase for workload in self.workloads]
+        kinds = phases if self.is_multi_rank else [(w.phase, w.max_tokens) for w in self.workloads]
+        if not phases or len(set(kinds)) != len(kinds):
+            but = "" if self.is_multi_rank else ", or differ in max_tokens"
+            raise SpecError(f"LayerRequest.workloads: phases must be present and distinct{but}; got {kinds}")
+        if ANY in phases and set(phases) != {ANY}:
+            raise SpecError(f"LayerRequest.workloads: {ANY!r} stands alone, got {phases}")
+
+    @property
+    def is_multi_rank(self) -> bool:
+        """Whether a forward communicates, so that the phase, never a local token count, picks the route."""
+        return self.ep_size > 1 and self.token_placement == "distributed"
 
     @property
     def local_intermediate_size(self) -> int:

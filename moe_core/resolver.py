@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
@@ -26,6 +27,7 @@ from moe_core.ranking import rank
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.sharing import in_step
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, Requirement, answers_to
+from moe_core.token_ranges import lanes_of, ranges_of
 
 _Declared = DeclaredDispatcher | DeclaredRunner
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
@@ -59,12 +61,13 @@ def resolve(
     check_names([d for d, _ in declared], request, reports)
     table = measurements or MeasurementTable()
     workloads = [_decide(declared, request, workload, environment, table) for workload in request.workloads]
+    workloads = [attrs.evolve(w, min_tokens=_min_tokens(w.workload, request.workloads)) for w in workloads]
     layout, reason, error = None, None, ""
     empty = [decision.workload.phase for decision in workloads if not decision.ranked]
     if empty:
         error = f"nothing fits workload {', '.join(empty)}"
     else:
-        workloads, reason = in_step(request, workloads)
+        workloads, reason = _in_ranges(request, workloads, environment, table)
         layout = None if reason else workloads[0].ranked[0].candidate.runner.spec.weight_layout
     return Decision(
         request=request,
@@ -72,9 +75,23 @@ def resolve(
         plugins=tuple(reports),
         workloads=tuple(workloads),
         weight_layout=layout,
+        measurements=table.about(request, environment),
         reasons=(reason,) if reason else (),
         error=str(reason) if reason else error,
     )
+
+
+def _in_ranges(
+    request: LayerRequest, workloads: list[WorkloadDecision], environment: Environment, table: MeasurementTable
+) -> tuple[list[WorkloadDecision], Reason | None]:
+    """What all workloads can share, and then a decision for each range of token counts that has its own winner."""
+    lanes = [lanes_of(decision, request, environment, table) for decision in workloads]
+    narrowed, reason = in_step(request, [lane for group in lanes for lane in group])
+    if reason:
+        return workloads, reason
+    rest = iter(narrowed)
+    groups = (list(itertools.islice(rest, len(group))) for group in lanes)
+    return [part for group in groups for part in ranges_of(group, request)], None
 
 
 def _declared(plugins: Iterable[PluginSpec]) -> list[tuple[_Declared, tuple[Requirement, ...]]]:
@@ -111,7 +128,7 @@ def _decide(
             pairs.append(report)
             if dtype is not None:
                 feasible.append((candidate, dtype))
-        ranked = rank(feasible, request, workload, environment, measurements)
+        ranked = rank(feasible, request, workload.max_tokens, environment, measurements)
         return WorkloadDecision(workload=workload, specs=specs, pairs=tuple(pairs), ranked=ranked)
 
     pins = request.pins(workload)
@@ -124,6 +141,13 @@ def _decide(
             because = "; ".join(relevant_reasons(pins, decision)) or "nothing that was pinned can run here"
             return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {because}")
     return decision
+
+
+def _min_tokens(workload: Workload, workloads: Sequence[Workload]) -> int:
+    """The smaller workloads of its phase take the counts below."""
+    limit = math.inf if workload.max_tokens is None else workload.max_tokens
+    same = (other.max_tokens for other in workloads if other.phase == workload.phase)
+    return 1 + max((other for other in same if other is not None and other < limit), default=0)
 
 
 def _fewer_pins(pins: Pins) -> Iterator[Pins]:

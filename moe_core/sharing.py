@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -19,23 +20,33 @@ def in_step(request: LayerRequest, workloads: list[WorkloadDecision]) -> tuple[l
     def combination(entry: Ranked) -> str:
         return f"{entry.candidate.full_name} ({entry.dtype.token_dtype})"
 
-    workloads, reason = _share(workloads, layout, "weight-layout", "one weight layout for all workloads")
+    # What the user prefers is above what was measured.
+    by_time = not request.prefer
+    workloads, reason = _share(workloads, layout, "weight-layout", "one weight layout for all workloads", by_time)
     if reason is None and request.deterministic:
         needs = "one combination for all workloads of a deterministic layer"
-        workloads, reason = _share(workloads, combination, "determinism", needs)
+        workloads, reason = _share(workloads, combination, "determinism", needs, by_time)
     return workloads, reason
 
 
 def _share(
-    workloads: list[WorkloadDecision], trait: Callable[[Ranked], str], code: str, needs: str
+    workloads: list[WorkloadDecision], trait: Callable[[Ranked], str], code: str, needs: str, by_time: bool
 ) -> tuple[list[WorkloadDecision], Reason | None]:
-    """Narrow every workload to the trait that has the best places over all of them, in whatever order they stand."""
+    """Narrow every workload to the trait that costs least over all of them, in whatever order they stand.
+
+    Where times were measured and count, that is the slowdown against the fastest, else the place in the order.
+    """
     places = [_places(decision.ranked, trait) for decision in workloads]
     shared = set.intersection(*(set(place) for place in places))
     if not shared:
         found = "; ".join(f"{d.workload.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
         return workloads, Reason(code, needs, found, "pin or prefer backends that have it in common")
-    best = min(shared, key=lambda value: (sum(place[value] for place in places), value))
+    costs = [_costs(decision.ranked if by_time else (), trait) for decision in workloads]
+
+    def order(value: str) -> tuple[float, int, str]:
+        return sum(cost.get(value, math.inf) for cost in costs if cost), sum(place[value] for place in places), value
+
+    best = min(shared, key=order)
     return [_only(decision, trait, best, code) for decision in workloads], None
 
 
@@ -44,6 +55,15 @@ def _places(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[
     for place, entry in enumerate(ranked):
         places.setdefault(trait(entry), place)
     return places
+
+
+def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, float]:
+    """Per trait the logarithm of how much slower than the fastest it is; empty where no time counted."""
+    times: dict[str, float] = {}
+    for entry in ranked:
+        if entry.microseconds is not None:
+            times[trait(entry)] = min(times.get(trait(entry), math.inf), entry.microseconds)
+    return {value: math.log(time / min(times.values())) for value, time in times.items()}
 
 
 def _only(decision: WorkloadDecision, trait: Callable[[Ranked], str], value: str, code: str) -> WorkloadDecision:

@@ -107,15 +107,16 @@ def test_it_compiles_without_a_graph_break(layer: MoELayer) -> None:
         assert rel(compiled(*tokens).double(), want) < 2e-6
 
 
-def test_routes_of_a_local_plan_follow_the_token_count() -> None:
-    request = attrs.evolve(
-        SMALL, workloads=[Workload(phase="decode", max_tokens=4), Workload(phase="prefill", max_tokens=9)]
-    )
+@pytest.mark.parametrize("compiled", [False, True])
+def test_routes_of_a_local_plan_follow_the_token_count(compiled: bool) -> None:
+    workloads = [Workload(max_tokens=4, a2a_backend="none.masked"), Workload(max_tokens=9, a2a_backend="none.standard")]
     tensors = random_tensors(SMALL)
-    layer = build(request, tensors)
+    layer = build(attrs.evolve(SMALL, workloads=workloads), tensors)
+    assert [route.runner.spec.format for route in layer.plan.routes] == ["masked", "standard"]
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     for count in (4, 5, 9):
         tokens = random_tokens(SMALL, count)
-        assert rel(layer(*tokens).double(), exact(SMALL, tensors, tokens)) < 2e-6
+        assert rel(run(*tokens).double(), exact(SMALL, tensors, tokens)) < 2e-6
 
 
 def test_there_is_no_gradient_and_the_backward_says_so(layer: MoELayer) -> None:

@@ -49,6 +49,30 @@ def test_the_route_of_a_forward(fields: dict[str, Any], num_tokens: int, phase: 
     assert made.routes[made.route_index(num_tokens, phase)].phase == expected
 
 
+def test_without_a_phase_the_smallest_workload_that_suffices_serves() -> None:
+    prefill, decode = sorted(_plan().routes, key=lambda route: route.phase, reverse=True)
+    routes = [attrs.evolve(prefill, max_tokens=count) for count in (32, 200, 4096)]
+    routes += [attrs.evolve(decode, max_tokens=count) for count in (16, 128)]
+    made = attrs.evolve(_plan(), routes=routes)
+
+    def taken(num_tokens: int, phase: str | None = None) -> tuple[str, int | None]:
+        route = made.routes[made.route_index(num_tokens, phase)]
+        return route.phase, route.max_tokens
+
+    assert [taken(count) for count in (1, 17, 128)] == [("decode", 16), *[("decode", 128)] * 2]
+    assert [taken(count) for count in (129, 201)] == [("prefill", 200), ("prefill", 4096)]
+    assert [taken(count, "prefill") for count in (1, 33)] == [("prefill", 32), ("prefill", 200)]
+    # One phase is left: whoever runs the route says that there are too many.
+    assert taken(4097, "prefill") == ("prefill", 4096)
+
+
+@pytest.mark.parametrize("phase", [None, "prefill", "decode"])
+def test_routes_of_a_layer_without_phases(phase: str | None) -> None:
+    (route,) = plan(request(), CPU, LOCAL).routes
+    made = attrs.evolve(plan(request(), CPU, LOCAL), routes=[attrs.evolve(route, max_tokens=8), route])
+    assert [made.route_index(count, phase) for count in (1, 8, 9, 10**6)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("phase", [None, "prefill", "decode"])
 def test_one_route_for_any_phase(phase: str | None) -> None:
     assert plan(request(), CPU, LOCAL).route_index(7, phase) == 0

@@ -131,6 +131,34 @@ def test_measurements_are_above_the_plugin() -> None:
     assert _plan_with({"select_dispatcher": _last}, table=MeasurementTable(rows)) == ("b", "rank")
 
 
+def test_a_policy_that_levels_ranges_leaves_one_route() -> None:
+    rows = [
+        Measurement(
+            candidate=f"toy:toy.standard + toy:{name}.standard",
+            arch="cpu",
+            shape=shape_key(request()),
+            num_tokens=count,
+            microseconds=time,
+            source="bench",
+        )
+        for name, times in (("a", (3.0, 9.0)), ("b", (4.0, 5.0)))
+        for count, time in zip((8, 64), times, strict=True)
+    ]
+    manager = manager_of(SPEC)
+    table, layer = MeasurementTable(rows), request(workloads=Workload(max_tokens=64))
+    routes = make_plan(manager, layer, CPU, table)[0].routes
+    assert [(route.runner.spec.name, route.max_tokens) for route in routes] == [("a", 22), ("b", 64)]
+    seen = []
+
+    def choose(request: LayerRequest, candidates: Any) -> Any:
+        seen.append(request.workloads[0].max_tokens)
+        return next(found for found in candidates if found.runner.spec.name == "c")
+
+    manager.register("policy", bare_plugin("policy", {"select_dispatcher": choose}))
+    (route,) = make_plan(manager, layer, CPU, table)[0].routes
+    assert (route.runner.spec.name, route.max_tokens, seen) == ("c", 64, [22, 64])
+
+
 def test_hooks_see_the_one_workload_in_question() -> None:
     seen = []
     hooks = {"select_dispatcher": lambda request: seen.append(request.workloads)}

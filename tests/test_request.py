@@ -80,8 +80,15 @@ def test_a_request_can_be_written_down_and_read_back(layer: LayerRequest) -> Non
         ({"prefer": {"a", "b"}}, "field 'prefer': .*order counts"),
         ({"exclude": (1,)}, "field 'exclude': expected a tuple of str, got the element 1"),
         ({"workloads": ()}, "phases must be present and distinct"),
-        ({"workloads": (Workload(phase="decode"), Workload(phase="decode"))}, "distinct, got .*decode"),
+        (
+            {"workloads": (Workload(phase="decode"), Workload(phase="decode"))},
+            "distinct, or differ in max_tokens; got .*decode",
+        ),
         ({"workloads": (Workload(), Workload(phase="decode"))}, "'any' stands alone"),
+        (
+            {"workloads": (Workload(max_tokens=1), Workload(max_tokens=2)), "ep_size": 2},
+            r"phases must be present and distinct; got \['any', 'any'\]",
+        ),
         ({"workloads": ("decode",)}, "field 'workloads': expected a tuple of Workload"),
         ({"placement": "contiguous"}, "field 'placement': expected ExpertPlacement"),
     ],

@@ -475,7 +475,7 @@ def _measured(name: str, tokens: int, microseconds: float) -> Measurement:
     ("rows", "order", "because"),
     [
         pytest.param([], "zab", "tier tuned", id="nothing measured"),
-        pytest.param([("z", 64, 9.0), ("b", 64, 5.0)], "bza", "measured 5 us (exact; bench)", id="exact"),
+        pytest.param([("z", 64, 9.0), ("b", 64, 5.0)], "bza", "measured 5 us (exact, T=64; bench)", id="exact"),
         pytest.param(
             [("z", 32, 9.0), ("z", 100, 9.0), ("b", 60, 5.0), ("b", 128, 4.0)],
             "bza",
@@ -483,13 +483,13 @@ def _measured(name: str, tokens: int, microseconds: float) -> Measurement:
             id="nearest",
         ),
         pytest.param([("b", 64, 5.0)], "zab", "tier tuned", id="the best by tier was not measured"),
-        pytest.param([("z", 64, 9.0), ("b", 65, 5.0)], "zab", "measured 9 us (exact; bench)", id="outside"),
+        pytest.param([("z", 64, 9.0), ("b", 65, 5.0)], "zab", "measured 9 us (exact, T=64; bench)", id="outside"),
     ],
 )
 def test_measurements(rows: list[tuple[str, int, float]], order: str, because: str) -> None:
     for permuted in itertools.permutations(rows):
         table = MeasurementTable([_measured(*row) for row in permuted])
-        ranked = resolve([TWINS], LAYER, CPU, table).workloads[0].ranked
+        ranked = resolve([TWINS], LAYER, CPU, table).workloads[-1].ranked
         assert "".join(entry.candidate.runner.spec.name for entry in ranked) == order
         assert ranked[0].because == because
 
@@ -497,7 +497,7 @@ def test_measurements(rows: list[tuple[str, int, float]], order: str, because: s
 def test_prefer_is_above_measurements() -> None:
     table = MeasurementTable([_measured("z", 64, 9.0), _measured("a", 64, 1.0), _measured("b", 64, 5.0)])
     ranked = resolve([TWINS], attrs.evolve(LAYER, prefer=("b",)), CPU, table).workloads[0].ranked
-    assert [entry.because for entry in ranked[:2]] == ["prefer", "measured 1 us (exact; bench)"]
+    assert [entry.because for entry in ranked[:2]] == ["prefer", "measured 1 us (exact, T=64; bench)"]
 
 
 # Names ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Annotated, TextIO
 import typer
 from typer.core import TyperCommand
 
-from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, verify
+from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, tune, verify
 from moe_core.cli.eval import evaluate
 from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.output import print_error
@@ -39,6 +39,7 @@ app.command("quantize")(quantize.quantize)
 app.command("resolve")(resolve.resolve)
 app.command("run")(run.run)
 app.command("eval")(evaluate)
+app.command("tune")(tune.tune)
 app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)

@@ -59,13 +59,26 @@ def plan_view(title: str, plan: MoEPlan) -> RenderableType:
     partial = "" if plan.output_is_complete else "a partial sum: reduce it over the ranks that hold the parts"
     rows = {
         "asked": request_line(plan.request),
-        **{route.phase: _route_line(route) for route in plan.routes},
+        **_route_rows(plan),
         "weights": f"layout {plan.weight_layout}, prepared by plugin {plan.runner_plugin}",
         "output": partial,
         "notes": "\n".join(plan.notes),
     }
     heading = Text(f"\nplan of {title}", style="bold")
     return Group(heading, fields({f"  {label}": text for label, text in rows.items()}))
+
+
+def _route_rows(plan: MoEPlan) -> dict[str, str]:
+    """A row for each route; routes of one phase are told apart by the token counts that they take."""
+    phases = [route.phase for route in plan.routes]
+    rows, ends = {}, dict.fromkeys(phases, 0)
+    for route in plan.routes:
+        label, first = route.phase, ends[route.phase] + 1
+        if phases.count(route.phase) > 1:
+            label += f" {first}-{route.max_tokens}" if route.max_tokens else f" {first}+"
+        ends[route.phase] = route.max_tokens or 0
+        rows[label] = _route_line(route)
+    return rows
 
 
 def request_line(request: LayerRequest) -> str:
@@ -99,23 +112,22 @@ def decision_view(group: LayerGroup, decision: Decision, spelled: Callable[[str]
         spelled: Puts a reason into the words of the command line.
     """
     heading = Text(f"\n{group_title(group)}: {request_line(decision.request)}", style="bold")
-    views = [view for workload in decision.workloads for view in _workload_views(workload, spelled)]
-    return Group(heading, *views)
+    sections = decision.sections()
+    views = [view for workload, is_new in sections for view in _workload_views(workload, is_new, spelled)]
+    return Group(heading, fields({"measurements": "\n".join(decision.measurements)}), *views)
 
 
-def _workload_views(decision: WorkloadDecision, spelled: Callable[[str], str]) -> Iterable[RenderableType]:
-    workload = decision.workload
-    limit = f", up to {workload.max_tokens} tokens" if workload.max_tokens else ""
-    title = f"workload {workload.phase}{limit}{', graph capture' if workload.graph_capture else ''}"
-    yield _verdicts(
-        f"\n{title}: 1. each spec alone",
-        ((spec.declared.full_name, spec.reasons) for spec in decision.specs),
-        spelled,
-    )
-    pairs = ((pair.candidate.full_name, pair.reasons) for pair in decision.joined)
-    yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs, spelled)
-    if decision.num_unjoined:
-        yield Text(f"and {decision.num_unjoined} more whose formats differ", style="dim")
+def _workload_views(
+    decision: WorkloadDecision, is_new: bool, spelled: Callable[[str], str]
+) -> Iterable[RenderableType]:
+    title = f"workload {decision.title}"
+    if is_new:
+        specs = ((spec.declared.full_name, spec.reasons) for spec in decision.specs)
+        yield _verdicts(f"\n{title}: 1. each spec alone", specs, spelled)
+        pairs = ((pair.candidate.full_name, pair.reasons) for pair in decision.joined)
+        yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs, spelled)
+        if decision.num_unjoined:
+            yield Text(f"and {decision.num_unjoined} more whose formats differ", style="dim")
     yield _ranking(f"\n{title}: 3. order of those that fit", decision.ranked)
     yield fields({"note": "\n".join(decision.notes)})
 

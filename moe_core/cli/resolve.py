@@ -11,26 +11,35 @@ import attrs
 import typer
 from typer.core import TyperCommand
 
+from moe_core.cli.layer_options import (
+    Activation,
+    Bias,
+    Dtype,
+    HiddenSize,
+    IntermediateSize,
+    Model,
+    NumExperts,
+    TopK,
+    TpSize,
+)
 from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import decision_view, group_title, machine_view, plan_view
-from moe_core.cli.requests import ACTIVATIONS, DEFAULTS, requested_groups, workloads
+from moe_core.cli.requests import requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import PRESETS, Environment, load_environment, probe_environment
 from moe_core.errors import ResolutionError
 from moe_core.manager import BackendManager, default_manager
+from moe_core.measurement_files import explicit_measurements
+from moe_core.measurements import MeasurementTable
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
 from moe_core.planner import make_plan
 from moe_core.quant import SCHEMES
-from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
+from moe_core.vocabulary import PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
 
 SCHEMA = 1
-
-
-def _layer_option(name: str, what: str) -> Any:
-    return typer.Option(help=what, show_default=str(DEFAULTS[name]))
 
 
 @attrs.frozen(kw_only=True)
@@ -45,23 +54,14 @@ class Resolved:
 
 def resolve(
     context: typer.Context,
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json."),
-    ] = None,
-    num_experts: Annotated[int | None, _layer_option("num_experts", "Experts over all ranks.")] = None,
-    top_k: Annotated[int | None, _layer_option("top_k", "Experts per token.")] = None,
-    hidden_size: Annotated[int | None, _layer_option("hidden_size", "Size of a token, H.")] = None,
-    intermediate_size: Annotated[int | None, _layer_option("intermediate_size", "I of one expert, before TP.")] = None,
-    activation: Annotated[str | None, _layer_option("activation", f"One of {', '.join(ACTIVATIONS)}.")] = None,
-    bias: Annotated[bool | None, typer.Option("--bias", help="Experts have biases.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.",
-            show_default="the model's, or bf16",
-        ),
-    ] = None,
+    model: Model = None,
+    num_experts: NumExperts = None,
+    top_k: TopK = None,
+    hidden_size: HiddenSize = None,
+    intermediate_size: IntermediateSize = None,
+    activation: Activation = None,
+    bias: Bias = None,
+    dtype: Dtype = None,
     quant_scheme: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +71,7 @@ def resolve(
         ),
     ] = None,
     ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
-    tp_size: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    tp_size: TpSize = 1,
     token_placement: Annotated[
         str,
         typer.Option(help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}."),
@@ -115,6 +115,15 @@ def resolve(
         bool,
         typer.Option("--strict", help="Refuse adjustments of a pinned dispatch dtype."),
     ] = False,
+    measurements: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rank by the measured times of this file of moe-core tune alone.",
+            show_default="your cache, then the tables that ship",
+        ),
+    ] = None,
+    no_measurements: Annotated[bool, typer.Option("--no-measurements", help="Rank without measured times.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Add everything that was considered.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
     verbose: Verbose = False,
@@ -148,7 +157,8 @@ def resolve(
     groups = requested_groups(model, layer, dtype, quant_scheme, shared)
     manager = default_manager()
     machine = load_environment(environment) if environment else probe_environment(manager.modules_required())
-    results = [_resolved(group, manager, machine) for group in groups]
+    table = _measurements(measurements, no_measurements, machine)
+    results = [_resolved(group, manager, machine, table) for group in groups]
     spelled = partial(in_options, options=options_of(cast(TyperCommand, context.command)))
     _show(results, explain, as_json, spelled)
     errors = dict.fromkeys(result.error for result in results if result.error)
@@ -158,9 +168,19 @@ def resolve(
         raise typer.Exit(1)
 
 
-def _resolved(group: LayerGroup, manager: BackendManager, machine: Environment) -> Resolved:
+def _measurements(file: Path | None, none: bool, machine: Environment) -> MeasurementTable | None:
+    if file is not None and none:
+        raise typer.BadParameter("--measurements cannot be combined with --no-measurements")
+    if none:
+        return MeasurementTable()
+    return None if file is None else explicit_measurements(file, machine)
+
+
+def _resolved(
+    group: LayerGroup, manager: BackendManager, machine: Environment, measurements: MeasurementTable | None
+) -> Resolved:
     try:
-        plan, decision = make_plan(manager, group.request, machine)
+        plan, decision = make_plan(manager, group.request, machine, measurements)
     except ResolutionError as error:
         if error.decision is None:
             raise

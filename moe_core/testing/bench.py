@@ -9,6 +9,7 @@ import torch
 
 from moe_core.bound import BoundExperts, BoundRoute
 from moe_core.errors import ResolutionError
+from moe_core.measurements import MeasurementTable
 from moe_core.payloads import TORCH_DTYPES, ExpertGroup, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
@@ -151,7 +152,7 @@ def _without_pins(request: LayerRequest) -> LayerRequest:
 
 def _plan(backend: Backend, cell: Cell, request: LayerRequest) -> MoEPlan:
     try:
-        return make_plan(backend.manager, request, backend.environment)[0]
+        return make_plan(backend.manager, request, backend.environment, MeasurementTable())[0]
     except ResolutionError as error:
         raise NotRun(_reasons(error, request)) from error
 

@@ -40,6 +40,7 @@ def test_commands():
         "quantize",
         "resolve",
         "run",
+        "tune",
         "verify",
     ]
 

@@ -29,11 +29,12 @@ def warm_up(experts: BoundExperts, max_tokens: int = 8192, progress: Callable[[i
     """
     request = experts.plan.request
     device = next(iter(experts.weights.tensors.values())).data.device
-    runs = [
+    # Routes of one phase are chosen by the count: each count once.
+    runs = dict.fromkeys(
         (route.phase if len(experts.routes) > 1 else None, count)
         for route in experts.plan.routes
         for count in token_counts(min(max_tokens, route.max_tokens or max_tokens))
-    ]
+    )
     for done, (phase, count) in enumerate(runs, start=1):
         scores = torch.rand(count, request.num_experts, device=device)
         hidden_states = torch.randn(count, request.hidden_size, device=device).to(TORCH_DTYPES[request.dtype])

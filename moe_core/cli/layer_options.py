@@ -1,0 +1,29 @@
+"""The options that describe a layer, shared by the commands that take a layer or a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_core.cli.requests import ACTIVATIONS, DEFAULTS
+from moe_core.vocabulary import FLOAT_DTYPES
+
+
+def _option(name: str, what: str) -> Any:
+    return typer.Option(help=what, show_default=str(DEFAULTS[name]))
+
+
+Model = Annotated[Path | None, typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json.")]
+NumExperts = Annotated[int | None, _option("num_experts", "Experts over all ranks.")]
+TopK = Annotated[int | None, _option("top_k", "Experts per token.")]
+HiddenSize = Annotated[int | None, _option("hidden_size", "Size of a token, H.")]
+IntermediateSize = Annotated[int | None, _option("intermediate_size", "I of one expert, before TP.")]
+Activation = Annotated[str | None, _option("activation", f"One of {', '.join(ACTIVATIONS)}.")]
+Bias = Annotated[bool | None, typer.Option("--bias", help="Experts have biases.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.", show_default="the model's, or bf16"),
+]
+TpSize = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]

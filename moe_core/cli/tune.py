@@ -1,0 +1,216 @@
+"""`moe-core tune`: measure what fits a layer on this machine, and keep the times for the choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import attrs
+import typer
+
+from moe_core.cli.layer_options import (
+    Activation,
+    Bias,
+    Dtype,
+    HiddenSize,
+    IntermediateSize,
+    Model,
+    NumExperts,
+    TopK,
+    TpSize,
+)
+from moe_core.cli.options import Verbose, known_word
+from moe_core.cli.output import print_error, stdout
+from moe_core.cli.plan_view import request_line
+from moe_core.cli.requests import requested_groups
+from moe_core.cli.stopping import exit_on_signals
+from moe_core.cli.tune_view import TuneView
+from moe_core.environment import Environment, probe_environment
+from moe_core.errors import MoeCoreError, SpecError
+from moe_core.manager import BackendManager, default_manager
+from moe_core.measurement_files import user_file
+from moe_core.measurements import shape_key
+from moe_core.quant import SCHEMES
+from moe_core.request import LayerRequest
+from moe_core.tuning.shapes import SHAPES
+from moe_core.vocabulary import DEVICE_TYPES
+
+if TYPE_CHECKING:
+    from moe_core.tuning.cache import Recorder
+
+#: Largest token count unless told otherwise; counts are the powers of two up to it.
+MOST_TOKENS, MOST_TOKENS_ON_CPU = 8192, 1024
+#: What a shell reports for a program that an interrupt has ended.
+INTERRUPTED = 130
+
+
+def tune(
+    model: Model = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Sizes of a known model: {', '.join(SHAPES)}; may be repeated."),
+    ] = None,
+    num_experts: NumExperts = None,
+    top_k: TopK = None,
+    hidden_size: HiddenSize = None,
+    intermediate_size: IntermediateSize = None,
+    activation: Activation = None,
+    bias: Bias = None,
+    dtype: Dtype = None,
+    quant_scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Scheme of the weights: {', '.join(SCHEMES)}; may be repeated.",
+            show_default="the model's, or unquantized",
+        ),
+    ] = None,
+    tp_size: TpSize = 1,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Number of tokens; may be repeated.",
+            show_default=f"powers of two to {MOST_TOKENS}, on a CPU to {MOST_TOKENS_ON_CPU}",
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Device type.", show_default="the accelerator, else cpu")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the times go.", show_default="your cache")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each combination.")] = 15,
+    seconds: Annotated[float, typer.Option(min=0.0, help="About how long to sample at one token count.")] = 2.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Stop after about this time; layers share it.", show_default="no limit"),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measure every combination that fits a layer, at several token counts, on this machine.
+
+    Plans that are made afterwards rank by these times, and give ranges of token counts routes of their own where that
+    pays. Everything that was measured is kept, also when the command is interrupted.
+    """
+    layer = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "activation": activation,
+        "bias": bias,
+    }
+    if device is not None:
+        known_word("device type", device, DEVICE_TYPES)
+    requests = _requests(model, shape or (), layer, dtype, quant_scheme or (), tp_size, exclude or ())
+    manager = default_manager()
+    machine = probe_environment(manager.modules_required(), device)
+    from moe_core.tuning.cache import Recorder
+
+    target = output or user_file(machine)
+    if output is None and not target.is_absolute():
+        raise SpecError("there is no home folder for a cache: say --output FILE, or set XDG_CACHE_HOME")
+    recorder = Recorder(target, machine, manager)
+    if recorder.replaced:
+        print_error(f"{recorder.replaced}; not kept", label="warning")
+    counts = sorted(set(tokens)) if tokens else _powers_of_two(machine.device_type)
+    run = _Run(manager, machine, recorder, counts, repeats, seconds)
+    try:
+        with exit_on_signals():
+            run.measure(requests, None if minutes is None else 60 * minutes)
+    except KeyboardInterrupt:
+        stdout().print(f"interrupted; {_kept(run, recorder)}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    stdout().print(_kept(run, recorder), soft_wrap=True)
+    if not run.num_times:
+        raise typer.Exit(1)
+
+
+def _kept(run: _Run, recorder: Recorder) -> str:
+    if not run.num_times:
+        return "nothing was measured"
+    return f"{run.num_times} times measured; {recorder.num_times} in {recorder.path}"
+
+
+@attrs.define
+class _Run:
+    """One call of the command: layer after layer, each within its share of the time that is left."""
+
+    manager: BackendManager
+    machine: Environment
+    recorder: Recorder
+    counts: Sequence[int]
+    repeats: int
+    seconds: float
+    num_times: int = 0
+
+    def measure(self, requests: Sequence[LayerRequest], limit: float | None) -> None:
+        from moe_core.tuning.search import DeviceLostError
+
+        start = time.monotonic()
+        with TuneView(self.machine, len(requests), self.counts, self.seconds, limit) as view:
+            for index, request in enumerate(requests):
+                left = None if limit is None else start + limit - time.monotonic()
+                deadline = None if left is None else time.monotonic() + left / (len(requests) - index)
+                try:
+                    self._measure(request, deadline, view)
+                except DeviceLostError as error:
+                    view.skip(str(error))
+                    return
+                except MoeCoreError as error:
+                    view.skip(f"{request_line(request)}: {error}")
+
+    def _measure(self, request: LayerRequest, deadline: float | None, view: TuneView) -> None:
+        from moe_core.tuning.search import LayerSearch
+
+        view.begin(request_line(request))
+        search = LayerSearch(self.manager, request, self.machine)
+        view.candidates([candidate.full_name for candidate in search.candidates])
+        steps = search.steps(self.counts, self.repeats, self.seconds)
+        for count in self.counts:
+            if deadline is not None and time.monotonic() > deadline:
+                view.stop(f"time is up before T={count}")
+                break
+            step = next(steps)
+            if step.microseconds:
+                self.recorder.add(shape_key(search.request), step.num_tokens, step.microseconds)
+                self.num_times += len(step.microseconds)
+            view.add(step)
+        view.finish()
+
+
+def _requests(
+    model: Path | None,
+    shapes: Sequence[str],
+    layer: Mapping[str, object],
+    dtype: str | None,
+    schemes: Sequence[str],
+    tp_size: int,
+    exclude: Sequence[str],
+) -> list[LayerRequest]:
+    """The layers to measure, each once."""
+    shared = {"tp_size": tp_size, "exclude": tuple(exclude), "dispatch_dtype": None}
+    for name in shapes:
+        known_word("shape", name, SHAPES)
+    sized = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    if shapes and (model is not None or any(layer[field] is not None for field in sized)):
+        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
+    layers = [{**layer, **attrs.asdict(SHAPES[name])} for name in shapes] or [dict(layer)]
+    groups = [
+        group
+        for described in layers
+        for scheme in schemes or (None,)
+        for group in requested_groups(model, described, dtype, scheme, shared)
+    ]
+    return list(dict.fromkeys(group.request for group in groups))
+
+
+def _powers_of_two(device: str) -> list[int]:
+    most = MOST_TOKENS_ON_CPU if device == "cpu" else MOST_TOKENS
+    return [1 << power for power in range(most.bit_length())]

@@ -1,0 +1,151 @@
+"""What `moe-core tune` shows: a table that fills on a terminal, a line per token count elsewhere, and the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from moe_core.cli.output import fields, print_error, stderr, stdout, table
+from moe_core.cli.plan_view import machine_fields
+from moe_core.environment import Environment
+
+if TYPE_CHECKING:
+    from moe_core.tuning.search import Step
+
+
+class TuneView:
+    """Shows one layer after the other; the table of a finished layer goes to stdout."""
+
+    def __init__(
+        self, machine: Environment, num_layers: int, counts: Sequence[int], seconds: float, limit: float | None
+    ) -> None:
+        """Prepare the bar.
+
+        Args:
+            machine: What is measured.
+            num_layers: How many layers will be.
+            counts: Token counts of each.
+            seconds: About how long samples are taken at one count.
+            limit: Seconds after which the command stops, None for no limit.
+        """
+        self._counts, self._limit = counts, limit
+        self._sampling = seconds * len(counts) * num_layers
+        self._console = stderr()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("token counts"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console)
+        self._task = self._progress.add_task("measuring", total=num_layers * len(counts))
+        self._title, self._names = "", [""]
+        self._steps: list[Step] = []
+        self._start = time.monotonic()
+        self._machine, self._num_layers = machine, num_layers
+        self._live = Live(get_renderable=self._view, console=self._console, transient=True, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        """Say what will be done, and show the table from now on."""
+        stdout().print(machine_fields(self._machine))
+        layers = f"{self._num_layers} layer{'s' if self._num_layers > 1 else ''}"
+        work = f"{layers} at {len(self._counts)} token counts: about {_duration(self._sampling)} of samples"
+        limit = "" if self._limit is None else f"; ends after {_duration(self._limit)}"
+        self._console.print(f"{work}, compilation and slow kernels on top{limit}", soft_wrap=True)
+        self._console.print("Ctrl-C keeps what was measured")
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take the live table away; what an interrupted layer has stays."""
+        self._live.stop()
+        if error is not None and self._steps:
+            self._print()
+
+    def begin(self, title: str) -> None:
+        """A layer begins."""
+        self._title, self._names, self._steps = title, [], []
+        self._start = time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(title, soft_wrap=True)
+
+    def candidates(self, names: Sequence[str]) -> None:
+        """The combinations that will be measured."""
+        self._names = list(names)
+
+    def add(self, step: Step) -> None:
+        """One token count is done."""
+        self._steps.append(step)
+        self._progress.update(self._task, advance=1)
+        if not self._console.is_terminal:
+            times = step.microseconds
+            best = min(times, key=times.__getitem__, default="")
+            found = f"{best}, {_shown(times[best])} us, is the fastest of {len(times)}" if best else "nothing runs"
+            self._console.print(f"  T={step.num_tokens}: {found}", soft_wrap=True)
+
+    def skip(self, reason: str) -> None:
+        """The layer cannot be measured, or no further."""
+        print_error(reason, label="warning")
+        self.finish()
+
+    def stop(self, reason: str) -> None:
+        """The layer's share of the time is used up."""
+        self._console.print(f"{self._title}: {reason}", soft_wrap=True)
+
+    def finish(self) -> None:
+        """The layer is done: its table, and why some combinations are not in all of it."""
+        missing = len(self._counts) - len(self._steps)
+        self._progress.update(self._task, advance=missing)
+        if self._steps:
+            self._print()
+        self._steps = []
+
+    def _print(self) -> None:
+        console = stdout()
+        console.print(self._table(f"\n{self._title}: us per forward, {time.monotonic() - self._start:.0f} s"))
+        problems = self._steps[-1].problems
+        if problems:
+            console.print(fields({f"{self._names.index(name) + 1}": text for name, text in problems.items()}))
+
+    def _view(self) -> RenderableType:
+        return (
+            Group(self._table(self._title), self._progress) if self._steps else Group(Text(self._title), self._progress)
+        )
+
+    def _table(self, title: str) -> RenderableType:
+        """Token counts down, combinations by number across, and their names below."""
+        rows = table("T", *(str(number) for number in range(1, len(self._names) + 1)))
+        for column in rows.columns:
+            column.justify = "right"
+        for step in self._steps:
+            best = min(step.microseconds.values(), default=0.0)
+            cells = (self._cell(step.microseconds.get(name), best) for name in self._names)
+            rows.add_row(str(step.num_tokens), *cells)
+        names = fields({str(number): name for number, name in enumerate(self._names, start=1)})
+        return Group(Text(title, style="bold"), rows, names)
+
+    def _cell(self, microseconds: float | None, best: float) -> Text:
+        if microseconds is None:
+            return Text("-", style="dim")
+        return Text(_shown(microseconds), style="bold green" if microseconds == best else "")
+
+
+def _shown(microseconds: float) -> str:
+    return f"{microseconds:.0f}" if microseconds >= 1000 else f"{microseconds:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

@@ -1,0 +1,138 @@
+"""Ranges of token counts: a local layer gets a route of its own where measured times say that another one pays.
+
+A workload is decided at every token count that was measured ("lanes"), and neighbouring lanes with one winner become a
+range. Between two measured counts the nearest by ratio speaks, so that a range ends at their geometric middle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attrs
+
+from moe_core.decision import Ranked, WorkloadDecision
+from moe_core.environment import Environment
+from moe_core.measurements import MeasurementTable, is_saturated
+from moe_core.ranking import by_tier, rank
+from moe_core.request import LayerRequest
+from moe_core.specs import Candidate
+
+#: How much faster another combination must be for a range of its own; measured medians differ by less from run to run.
+WORTH_A_RANGE = 0.03
+
+
+def lanes_of(
+    decision: WorkloadDecision, request: LayerRequest, environment: Environment, measurements: MeasurementTable
+) -> list[WorkloadDecision]:
+    """The decision at each measured token count, in ascending order; alone where ranges are not for this layer.
+
+    A deterministic layer has one route, so that a token's bits do not depend on its batch, and the route of a forward
+    that communicates must not depend on one rank's token count.
+    """
+    if request.deterministic or request.is_multi_rank:
+        return [decision]
+    rows = measurements.of_layer(request, environment)
+    names = [entry.candidate.full_name for entry in decision.ranked]
+    counts = sorted({row.num_tokens for name in names for row in rows.get(name, ())})
+    if not counts:
+        return [decision]
+    lanes = []
+    for first, last, asked in _steps(counts, decision, request):
+        feasible = [(e.candidate, e.dtype) for e in decision.ranked if _takes(e, last)]
+        feasible = feasible or [(entry.candidate, entry.dtype) for entry in decision.ranked]
+        lanes.append(
+            attrs.evolve(
+                decision,
+                workload=attrs.evolve(decision.workload, max_tokens=last),
+                ranked=rank(feasible, request, asked, environment, measurements),
+                min_tokens=first,
+            )
+        )
+    return lanes
+
+
+def _steps(
+    counts: list[int], decision: WorkloadDecision, request: LayerRequest
+) -> Iterator[tuple[int, int | None, int | None]]:
+    """First and last token count of each lane, and the count to ask the measurements for (None: for none)."""
+    first, end = decision.min_tokens, decision.workload.max_tokens
+    for count, following in zip(counts, [*counts[1:], None], strict=True):
+        last = _last(count, following, request)
+        if last is not None and last < first:
+            continue
+        if end is not None and (last is None or last >= end):
+            yield first, end, end
+            return
+        yield first, last, count
+        if last is None:
+            return
+        first = last + 1
+    yield first, end, None
+
+
+def _last(count: int, following: int | None, request: LayerRequest) -> int | None:
+    """The largest token count for which the measurements at `count` speak, None: any."""
+    if following is None:
+        return None if is_saturated(request, count) else count
+    # Where both are equally near by ratio, the larger one speaks.
+    return math.isqrt(count * following - 1)
+
+
+def _takes(entry: Ranked, num_tokens: int | None) -> bool:
+    """Whether the backends declare that many tokens."""
+    limit = entry.candidate.declared_max_tokens
+    return limit is None or (num_tokens is not None and num_tokens <= limit)
+
+
+def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[WorkloadDecision]:
+    """Neighbouring lanes with one winner joined; the winner stands first, and a note tells why a range begins."""
+    ranges: list[WorkloadDecision] = []
+    for lane in lanes:
+        before = ranges[-1].ranked[0] if ranges else None
+        usual = before.candidate if before else by_tier((entry.candidate for entry in lane.ranked), request)[0]
+        chosen = _chosen(lane, usual)
+        lane = _with_first(lane, chosen)
+        if before is None:
+            ranges.append(lane)
+        elif chosen.candidate == before.candidate:
+            # The order with times tells more than one by tiers.
+            told = lane if chosen.microseconds is not None else ranges[-1]
+            first, notes = ranges[-1].min_tokens, ranges[-1].notes
+            ranges[-1] = attrs.evolve(told, workload=lane.workload, min_tokens=first, notes=notes)
+        else:
+            ranges.append(attrs.evolve(lane, notes=(*lane.notes, _why(lane, before))))
+    return ranges
+
+
+def _chosen(lane: WorkloadDecision, usual: Candidate) -> Ranked:
+    """The first of the lane, or `usual` where leaving it does not pay."""
+    best, kept = lane.ranked[0], _entry(lane, usual)
+    if kept is None or kept.microseconds is None or best.microseconds is None:
+        return best
+    return kept if kept.microseconds <= best.microseconds * (1 + WORTH_A_RANGE) else best
+
+
+def _entry(lane: WorkloadDecision, wanted: Candidate) -> Ranked | None:
+    return next((entry for entry in lane.ranked if entry.candidate == wanted), None)
+
+
+def _with_first(lane: WorkloadDecision, chosen: Ranked) -> WorkloadDecision:
+    if chosen is lane.ranked[0]:
+        return lane
+    because = f"{chosen.because}, less than {WORTH_A_RANGE:.0%} from the fastest"
+    others = (entry for entry in lane.ranked if entry is not chosen)
+    return attrs.evolve(lane, ranked=(attrs.evolve(chosen, because=because), *others))
+
+
+def _why(lane: WorkloadDecision, before: Ranked) -> str:
+    chosen, left = lane.ranked[0], _entry(lane, before.candidate)
+    begins = f"from {lane.min_tokens} tokens {chosen.candidate.full_name}"
+    if left is None:
+        return f"{begins}: {before.candidate.full_name} takes at most {before.candidate.declared_max_tokens}"
+    if chosen.microseconds is None:
+        return f"{begins}: nothing was measured there"
+    if left.microseconds is None:
+        return f"{begins}: {before.candidate.full_name} was not measured there"
+    faster = left.microseconds / chosen.microseconds - 1
+    return f"{begins}: {faster:.0%} faster than {before.candidate.full_name}"

@@ -1,0 +1,181 @@
+"""What every combination that fits a layer takes on this machine, at several token counts."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import torch
+
+from moe_core.bound import BoundExperts
+from moe_core.environment import Environment
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError
+from moe_core.manager import BackendManager
+from moe_core.measurements import MeasurementTable
+from moe_core.payloads import PreparedWeights, RawWeights, Tensor
+from moe_core.planner import decide, make_plan
+from moe_core.ranking import by_tier
+from moe_core.request import LayerRequest, Workload
+from moe_core.specs import Candidate
+from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.timing import CaptureError, Prepared, prepare, take_turns
+
+#: A combination that is so many times slower than the fastest is not measured for more tokens.
+HOPELESS = 10.0
+#: Samples that tell what is hopeless: one alone may have met a machine that was busy.
+_FIRST_SAMPLES = 2
+
+
+class DeviceLostError(MoeCoreError, RuntimeError):
+    """A kernel has left the device in a state in which nothing runs any more; only a new process helps."""
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """All combinations at one token count.
+
+    Attributes:
+        num_tokens: T.
+        microseconds: Full name of the candidate -> median time of one forward.
+        problems: Full name of the candidate -> why it has no time, or will have none for more tokens.
+    """
+
+    num_tokens: int
+    microseconds: Mapping[str, float]
+    problems: Mapping[str, str]
+
+
+class LayerSearch:
+    """The combinations of one layer over one set of random weights.
+
+    Attributes:
+        request: The layer, without pins and for any number of tokens.
+        candidates: What fits, of every weight layout, in the order of their tiers.
+        problems: Full name -> why a candidate could not be bound; grows as they are measured.
+    """
+
+    def __init__(self, manager: BackendManager, request: LayerRequest, environment: Environment) -> None:
+        """Resolve the layer and draw its weights.
+
+        Raises:
+            ResolutionError: Nothing fits.
+            SpecError: The layer needs a model's own callable.
+        """
+        if request.activation.kind == "module" or request.post_norm:
+            raise SpecError("a layer with a model's own activation or norm cannot be measured on random weights")
+        _release_memory(environment.device_type)
+        self._manager, self._environment = manager, environment
+        self.request = attrs.evolve(request, workloads=Workload())
+        decision = decide(manager, self.request, environment, MeasurementTable())
+        if not decision.is_feasible:
+            raise ResolutionError(f"no backend combination fits this layer: {decision.error}", decision)
+        # The ranking keeps those of one weight layout; which layout is the best is a question, too.
+        (workload,) = decision.workloads
+        # What may fail for want of memory comes last.
+        self.candidates = by_tier((pair.candidate for pair in workload.pairs if not pair.reasons), self.request)
+        self.problems: dict[str, str] = {}
+        self._weights: dict[tuple[str, str], PreparedWeights] = {}
+
+    @property
+    def device(self) -> str:
+        """Type of the device."""
+        return self._environment.device_type
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return random_weights(self.request, self.device)
+
+    @functools.cached_property
+    def _layers(self) -> dict[str, BoundExperts]:
+        layers = {}
+        for candidate in self.candidates:
+            try:
+                layers[candidate.full_name] = self._bind(candidate)
+            except Exception as error:
+                self._fail(candidate.full_name, error)
+        return layers
+
+    def steps(self, counts: Sequence[int], repeats: int = 15, seconds: float = 2.0) -> Iterator[Step]:
+        """Measure one token count after the other, from few to many.
+
+        A combination that fails, or that is hopelessly slow, is left out for more tokens; what the tiers would choose
+        is measured to the end all the same.
+
+        Args:
+            counts: Token counts.
+            repeats: Samples of each combination.
+            seconds: About how long to take samples at one count; three of each are always taken.
+
+        Raises:
+            DeviceLostError: The device does not work any more.
+        """
+        for count in sorted(counts):
+            yield self._step(count, repeats, seconds)
+
+    def _step(self, count: int, repeats: int, seconds: float) -> Step:
+        batches = Batches.random(self.request, count, self.device)
+        takers = {
+            c.full_name for c in self.candidates if c.declared_max_tokens is None or count <= c.declared_max_tokens
+        }
+        ready: dict[str, Prepared] = {}
+        first: dict[str, float] = {}
+        for name, layer in self._layers.items():
+            if name not in takers or name in self.problems:
+                continue
+            try:
+                ready[name] = _prepared(layer, batches, self.device)
+                first[name] = min(ready[name].sample() for _ in range(_FIRST_SAMPLES))
+            except Exception as error:
+                ready.pop(name, None)
+                self._fail(name, error, f"T={count}: ")
+        fastest = min(first.values(), default=0.0)
+        # Times rank only where what the tiers would choose has one.
+        usual = self.candidates[0].full_name
+        slow = {n: time / fastest for n, time in first.items() if time > HOPELESS * fastest and n != usual}
+        timings = take_turns({name: r for name, r in ready.items() if name not in slow}, repeats, seconds)
+        for name, ratio in slow.items():
+            self.problems[name] = f"{ratio:.0f} times slower than the fastest at T={count}"
+        times = {name: timings[name].microseconds if name in timings else first[name] for name in ready}
+        return Step(num_tokens=count, microseconds=times, problems=dict(self.problems))
+
+    def _bind(self, candidate: Candidate) -> BoundExperts:
+        dispatcher = candidate.dispatcher.full_name if candidate.dispatcher else None
+        pinned = attrs.evolve(self.request, a2a_backend=dispatcher, runner_backend=candidate.runner.full_name)
+        plan, _ = make_plan(self._manager, pinned, self._environment, MeasurementTable())
+        key = (plan.runner_plugin, plan.weight_layout)
+        if key not in self._weights:
+            # They may stay the very tensors: no runner writes into them.
+            self._weights[key] = self._manager.process_weights(plan, RawWeights(tensors=self._tensors), None)
+        return BoundExperts(plan, self._weights[key], self._manager)
+
+    def _fail(self, name: str, error: Exception, where: str = "") -> None:
+        text = str(error).strip().splitlines()
+        self.problems[name] = f"{where}{type(error).__name__}: {text[0] if text else 'no message'}"
+        if self._is_cuda:
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as lost:
+                raise DeviceLostError(f"{name}, {self.problems[name]}; the device does not answer since") from lost
+
+
+def _release_memory(device: str) -> None:
+    """Give back what the layer before has held: the weights of two layers need not fit."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _prepared(layer: BoundExperts, batches: Batches, device: str) -> Prepared:
+    """Captured into a graph where that is possible; what waits for the host is timed with its waiting."""
+    calls = batches.calls(layer)
+    try:
+        return prepare(calls, device)
+    except CaptureError:
+        return prepare(calls, device, capture=False)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_core.cli.tune import INTERRUPTED
+from moe_core.environment import probe_environment
+from moe_core.measurement_files import MeasurementFile, MeasurementWarning, user_file
+from moe_core.tuning import search
+from moe_core.tuning.search import DeviceLostError, LayerSearch
+
+Call = Callable[..., tuple[int, str, str]]
+SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "32", "--intermediate-size", "16")
+QUICK = ("--device", "cpu", "--repeats", "1", "--seconds", "0", "--exclude", "triton")
+SHAPE = "E4 K2 H32 I16 ep1 bf16 bf16 silu-gated"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # One sample of a tiny layer tells nothing.
+    monkeypatch.setattr(search, "HOPELESS", float("inf"))
+    return user_file(probe_environment((), "cpu"))
+
+
+def _tune(call: Call, *words: str) -> tuple[int, str, str]:
+    return call("tune", *SIZES, *QUICK, *words)
+
+
+def test_times_go_to_the_cache_and_rank_from_then_on(call: Call, cache: Path) -> None:
+    code, out, err = _tune(call, "--tokens", "8", "--tokens", "1")
+    assert code == 0
+    assert "1 layer at 2 token counts: about 0 s of samples, compilation and slow kernels on top\n" in err
+    assert f"12 times measured; 12 in {cache}" in out.replace("\n", "")
+    assert "T=8: " in err
+    file = MeasurementFile.read(cache)
+    assert set(file.times) == {SHAPE}
+    assert {count for times in file.times[SHAPE].values() for count in times} == {1, 8}
+    code, out, _ = call("resolve", *SIZES, "--json", "--environment", _environment(cache))
+    (group,) = json.loads(out)["groups"]
+    assert group["decision"]["measurements"][0].startswith("your cache: 12 times of 1 shapes, ")
+    assert group["decision"]["measurements"][1] == "this layer was measured at T=1 to 8"
+    ranked = group["decision"]["workloads"][0]["ranked"]
+    assert ranked[0]["microseconds"] is not None
+    assert "your cache" in ranked[0]["because"]
+
+
+def _environment(cache: Path) -> str:
+    """The measured machine as a file: on a machine with a GPU the probed one is another."""
+    path = cache.with_suffix(".environment.json")
+    path.write_text(json.dumps(json.loads(cache.read_text())["environment"]))
+    return str(path)
+
+
+def test_output_schemes_and_models(call: Call, cache: Path, tmp_path: Path, folder: Path) -> None:
+    target = tmp_path / "times.json"
+    schemes = ("--quant-scheme", "bf16", "--quant-scheme", "w8a8_int8")
+    code, _, err = _tune(call, "--tokens", "1", "--output", str(target), *schemes)
+    assert (code, cache.exists()) == (0, False)
+    assert [shape.split()[5] for shape in MeasurementFile.read(target).times] == ["bf16", "w8a8_int8"]
+    words = ("--model", str(folder), "--tokens", "1", "--tp-size", "2", "--output", str(target))
+    code, _, err = call("tune", *QUICK, *words)
+    assert code == 0, err
+    sizes = json.loads((folder / "config.json").read_text())
+    *_, added = MeasurementFile.read(target).times
+    assert f" H{sizes['hidden_size']} I{sizes['moe_intermediate_size'] // 2} " in added
+
+
+def test_named_shapes(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def searched(self: LayerSearch, manager: Any, request: Any, environment: Any) -> None:
+        asked.append((request.num_experts, request.quant.label))
+        raise DeviceLostError("enough")
+
+    monkeypatch.setattr(LayerSearch, "__init__", searched)
+    code, out, err = call("tune", "--shape", "mixtral-8x7b", "--shape", "deepseek-v3", *QUICK)
+    assert (code, asked) == (1, [(8, "bf16")])
+    assert "nothing was measured" in out
+    assert "warning: enough" in err
+
+
+def test_an_interrupt_keeps_what_was_measured(call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LayerSearch.steps
+
+    def interrupted(self: LayerSearch, *arguments: Any) -> Iterator[Any]:
+        yield next(original(self, *arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LayerSearch, "steps", interrupted)
+    code, out, _ = _tune(call, "--tokens", "1", "--tokens", "2")
+    assert code == INTERRUPTED
+    assert "interrupted; 6 times measured" in out
+    assert "us per forward" in out
+    assert MeasurementFile.read(cache).num_times == 6
+
+
+def test_time_that_is_up_keeps_what_was_measured(call: Call, cache: Path) -> None:
+    code, out, err = _tune(call, "--tokens", "1", "--minutes", "0")
+    assert (code, cache.exists()) == (1, False)
+    assert "time is up before T=1" in err
+    assert "nothing was measured" in out
+
+
+@pytest.mark.error_path
+def test_a_cache_that_does_not_fit_is_reported(call: Call, cache: Path) -> None:
+    _tune(call, "--tokens", "1")
+    broken = json.loads(cache.read_text()) | {"schema": 0}
+    cache.write_text(json.dumps(broken))
+    with warnings.catch_warnings():
+        # Elsewhere in the tests warnings are errors.
+        warnings.simplefilter("default", MeasurementWarning)
+        code, _, err = call("resolve", *SIZES, "--environment", _environment(cache))
+    assert code == 0
+    assert "expected schema 1, got 0; run moe-core tune again; what it has of that is not used" in err
+    code, _, err = _tune(call, "--tokens", "2")
+    assert "expected schema 1, got 0; run moe-core tune again; not kept" in err
+    assert MeasurementFile.read(cache).num_times == 6
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--shape", "mixtral"), "unknown shape 'mixtral'; did you mean 'mixtral-8x7b'"),
+        (("--shape", "mixtral-8x7b", "--top-k", "2"), "--shape cannot be combined with --model or with sizes"),
+        (("--tokens", "0"), "Invalid value for '--tokens'"),
+        (("--device", "gpu"), "unknown device type 'gpu'"),
+    ],
+)
+def test_asked_wrongly(call: Call, words: tuple[str, ...], message: str) -> None:
+    code, _, err = call("tune", *words)
+    assert code == 2
+    assert message in err
+
+
+# resolve --------------------------------------------------------------------------------------------------------
+
+
+def test_resolve_with_a_file_and_with_none(call: Call, cache: Path, tmp_path: Path) -> None:
+    target = tmp_path / "times.json"
+    _tune(call, "--tokens", "1", "--output", str(target))
+    machine = ("--environment", _environment(target))
+    code, out, _ = call("resolve", *SIZES, *machine, "--measurements", str(target), "--explain")
+    assert code == 0
+    assert "measurements  times.json: 6 times of 1 shapes" in out
+    _, out, _ = call("resolve", *SIZES, *machine, "--explain", "--no-measurements")
+    assert "measured" not in out
+
+
+@pytest.mark.error_path
+def test_resolve_with_times_of_another_card(call: Call, tmp_path: Path) -> None:
+    target = tmp_path / "times.json"
+    _tune(call, "--tokens", "1", "--output", str(target))
+    code, _, err = call("resolve", *SIZES, "--environment", "h100", "--measurements", str(target))
+    assert (code, "the machine is NVIDIA H100" in err) == (2, True)
+    code, _, err = call("resolve", *SIZES, "--measurements", str(target), "--no-measurements")
+    assert (code, "cannot be combined" in err) == (2, True)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from fakes import expect
+
+from moe_core import measurement_files
+from moe_core.environment import PRESETS, Environment
+from moe_core.errors import SpecError
+from moe_core.measurement_files import (
+    MeasurementFile,
+    MeasurementWarning,
+    default_measurements,
+    explicit_measurements,
+    is_of_card,
+    user_file,
+)
+from moe_core.measurements import Measurement
+
+HERE = Environment(
+    device_type="cuda",
+    arch="sm90",
+    device_name="NVIDIA H100 80GB HBM3",
+    driver="CUDA 13.0",
+    packages={"torch": "2.11.0", "triton": "3.6.0"},
+)
+VERSIONS = {"torch": "moe-core 0.1.0", "vendor": "moe-plugin-vendor 1.0"}
+TORCH, VENDOR = "torch:none.standard + torch:torch.standard", "torch:none.masked + vendor:gemm.masked"
+FILE = MeasurementFile(
+    environment=HERE,
+    plugins=VERSIONS,
+    date="2026-11-28",
+    times={"shape a": {TORCH: {1: 12.5, 16: 40.0}, VENDOR: {16: 30.0}}, "shape b": {TORCH: {1: 3.0}}},
+)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of the tables that ship."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    monkeypatch.setattr(measurement_files, "SHIPPED", folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path) -> Path:
+    """Where the user's file of `HERE` would be; there is none yet, and no table ships."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return user_file(HERE)
+
+
+def _shipped_rows() -> set[Measurement]:
+    return set(FILE.table("shipped h100").rows)
+
+
+def _data(**changes: Any) -> str:
+    return json.dumps(json.loads(FILE.to_text()) | changes)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "times.json"
+    FILE.write(path)
+    assert MeasurementFile.read(path) == FILE
+    assert [found.name for found in path.parent.iterdir()] == ["times.json"]
+    assert FILE.num_times == 4
+
+
+def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "times.json"
+    FILE.write(path)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        attrs.evolve(FILE, times={}).write(path)
+    assert MeasurementFile.read(path) == FILE
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_rows_say_where_they_are_from() -> None:
+    table = FILE.table("shipped h100")
+    assert {row.source for row in table.rows} == {"shipped h100, NVIDIA H100 80GB HBM3, 2026-11-28"}
+    assert {row.arch for row in table.rows} == {"sm90"}
+    assert table.origins == (
+        "shipped h100: 4 times of 2 shapes, NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-11-28",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("NVIDIA H100", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H10", False)],
+)
+def test_the_card_of_a_table(name: str, found: bool) -> None:
+    assert is_of_card(HERE, attrs.evolve(HERE, device_name=name, packages={}, driver="")) is found
+
+
+@pytest.mark.parametrize("change", [{"device_name": ""}, {"arch": "sm100"}, {"device_type": "xpu", "arch": ""}])
+def test_another_card(change: dict[str, Any]) -> None:
+    assert not is_of_card(HERE, attrs.evolve(HERE, **change))
+
+
+def test_the_users_file_is_below_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache" / "moe-core" / "measurements"
+    assert user_file(HERE) == folder / "cuda-sm90-nvidia-h100-80gb-hbm3.json"
+    assert user_file(PRESETS["cpu"]) == folder / "cpu-generic-cpu.json"
+
+
+def test_nothing_measured_is_nothing(cache: Path) -> None:
+    assert default_measurements(HERE, VERSIONS).rows == ()
+    assert default_measurements(HERE, VERSIONS).origins == ("none for this machine; moe-core tune makes them",)
+
+
+def test_a_shipped_table_serves_its_card_whatever_the_versions(cache: Path, shipped: Path) -> None:
+    FILE.write(shipped / "h100.json")
+    assert set(default_measurements(PRESETS["h100"], {"torch": "moe-core 9"}).rows) == _shipped_rows()
+    assert default_measurements(PRESETS["h200"], VERSIONS).rows == ()
+
+
+def test_the_users_times_are_above_the_shipped_ones(cache: Path, shipped: Path) -> None:
+    FILE.write(shipped / "h100.json")
+    own = attrs.evolve(FILE, times={"shape a": {TORCH: {1: 99.0}}})
+    own.write(cache)
+    table = default_measurements(HERE, VERSIONS)
+    assert [(row.shape, row.microseconds) for row in table.rows] == [("shape a", 99.0), ("shape b", 3.0)]
+    assert [line.partition(":")[0] for line in table.origins] == ["your cache", "shipped h100"]
+
+
+def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
+    FILE.write(cache)
+    assert len(default_measurements(HERE, VERSIONS).rows) == 4
+    attrs.evolve(FILE, times={}).write(cache)
+    assert default_measurements(HERE, VERSIONS).rows == ()
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "cannot be read"),
+        ("\x00", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "expected schema 1, got 'list'"),
+        (_data(schema=0), "expected schema 1, got 0; run moe-core tune again"),
+        (_data(schema=2), "expected schema 1, got 2"),
+        (_data(times={"a": {TORCH: {"1": -1}}}), "expected microseconds > 0, got -1"),
+        (_data(times={"a": {TORCH: {"1": True}}}), "expected microseconds > 0, got True"),
+        (_data(times={"a": {TORCH: {"zero": 1}}}), "ValueError"),
+        (_data(times={"a": {TORCH: {"0": 1}}}), "expected a token count >= 1"),
+        (_data(times={"a": [1]}), "AttributeError"),
+        (_data(times=3), "AttributeError"),
+        (_data(environment={"device_type": "gpu"}), "device_type"),
+        (json.dumps({"schema": 1}), "KeyError: 'environment'"),
+    ],
+)
+def test_a_broken_or_older_cache_is_reported_and_ignored(cache: Path, shipped: Path, text: str, why: str) -> None:
+    FILE.write(shipped / "h100.json")
+    cache.parent.mkdir(parents=True)
+    cache.write_text(text)
+    with pytest.warns(MeasurementWarning) as caught:
+        table = default_measurements(HERE, VERSIONS)
+    message = str(caught[0].message)
+    expect(why in message and str(cache) in message and "not used" in message, message)
+    expect(set(table.rows) == _shipped_rows(), table)
+    expect(table.origins[-1].startswith("ignored: measurements "), table.origins)
+
+
+@pytest.mark.error_path
+def test_a_broken_shipped_table_is_reported_and_ignored(cache: Path, shipped: Path) -> None:
+    FILE.write(cache)
+    (shipped / "broken.json").write_text("{")
+    with pytest.warns(MeasurementWarning, match=r"broken.json: cannot be read"):
+        table = default_measurements(HERE, VERSIONS)
+    expect(len(table.rows) == 4 and "broken.json" in table.origins[-1], table)
+
+
+@pytest.mark.error_path
+def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    expect(not user_file(HERE).is_absolute())
+    expect(default_measurements(HERE, VERSIONS).rows == ())
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"driver": "CUDA 12.8"}, "driver CUDA 12.8 there, CUDA 13.0 here"),
+        ({"packages": {"torch": "2.10.0", "triton": "3.6.0"}}, "torch 2.10.0 there, 2.11.0 here"),
+        ({"packages": {"torch": "2.11.0", "gone": "1"}}, "gone 1 there, not installed here"),
+        ({"device_name": "NVIDIA H200"}, "device_name NVIDIA H200 there, NVIDIA H100 80GB HBM3 here"),
+    ],
+)
+def test_a_cache_of_another_machine_is_reported_and_ignored(cache: Path, change: dict[str, Any], why: str) -> None:
+    attrs.evolve(FILE, environment=attrs.evolve(HERE, **change)).write(cache)
+    with pytest.warns(MeasurementWarning, match=why):
+        table = default_measurements(HERE, VERSIONS)
+    expect(table.rows == () and why in table.origins[0], table)
+
+
+def test_what_was_installed_since_does_not_count(cache: Path) -> None:
+    attrs.evolve(FILE, environment=attrs.evolve(HERE, packages={"torch": "2.11.0"})).write(cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(default_measurements(HERE, VERSIONS | {"new": "1.0"}).rows) == 4
+
+
+@pytest.mark.error_path
+def test_times_of_another_version_of_a_plugin_are_left_out(cache: Path) -> None:
+    FILE.write(cache)
+    with pytest.warns(MeasurementWarning, match=r"vendor \(moe-plugin-vendor 1.0 there, moe-plugin-vendor 1.1 here\)"):
+        table = default_measurements(HERE, VERSIONS | {"vendor": "moe-plugin-vendor 1.1"})
+    expect({row.candidate for row in table.rows} == {TORCH}, table.rows)
+    expect(table.origins[-1].startswith("ignored: measurements "), table.origins)
+
+
+@pytest.mark.error_path
+def test_an_explicit_file(tmp_path: Path) -> None:
+    path = tmp_path / "h100.json"
+    FILE.write(path)
+    expect(len(explicit_measurements(path, PRESETS["h100"]).rows) == 4)
+    with pytest.raises(SpecError, match="they are of NVIDIA H100 80GB HBM3, the machine is NVIDIA H200"):
+        explicit_measurements(path, PRESETS["h200"])
+    with pytest.raises(SpecError, match=r"none.json: cannot be read"):
+        explicit_measurements(tmp_path / "none.json", HERE)
+
+
+def test_the_tables_that_ship_can_be_read() -> None:
+    for path in measurement_files.SHIPPED.glob("*.json"):
+        file = MeasurementFile.read(path)
+        assert is_of_card(file.environment, PRESETS[path.stem])
+        assert file.num_times > 0

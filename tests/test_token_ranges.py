@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import attrs
+import pytest
+from fakes import CPU, PREFILL_AND_DECODE, dispatcher, manager_of, plugin, request, runner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_core.decision import Decision
+from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.planner import make_plan
+from moe_core.request import LayerRequest, Workload
+from moe_core.resolver import resolve
+from moe_core.specs import Limit, PluginSpec
+
+# 64 experts, top-8: the experts are saturated from 1024 tokens on.
+LAYER = request()
+SPEC = plugin(
+    dispatchers=[dispatcher(token_placements=("distributed", "replicated"), deterministic=True)],
+    runners=[
+        runner("few", tier="tuned", deterministic=True),
+        runner("many", deterministic=True),
+        runner("short", limits=(Limit("max_tokens", "<=", 100),)),
+        runner("alone", weight_layout="other"),
+    ],
+)
+Times = dict[str, dict[int, float]]
+CROSSING: Times = {"few": {1: 10, 16: 20, 256: 300, 2048: 2000}, "many": {1: 30, 16: 35, 256: 200, 2048: 1000}}
+
+
+def _table(times: Times, layer: LayerRequest = LAYER) -> MeasurementTable:
+    return MeasurementTable(
+        [
+            Measurement(
+                candidate=f"toy:toy.standard + toy:{name}.standard",
+                arch="cpu",
+                shape=shape_key(layer),
+                num_tokens=count,
+                microseconds=float(time),
+                source="bench",
+            )
+            for name, of_name in times.items()
+            for count, time in of_name.items()
+        ]
+    )
+
+
+def _decide(times: Times, layer: LayerRequest = LAYER, spec: PluginSpec = SPEC) -> Decision:
+    return resolve([spec], layer, CPU, _table(times, layer))
+
+
+def _ranges(decision: Decision) -> list[tuple[int, int | None, str]]:
+    return [(w.min_tokens, w.workload.max_tokens, w.ranked[0].candidate.runner.spec.name) for w in decision.workloads]
+
+
+def _any(max_tokens: int | None = None) -> dict[str, Any]:
+    return {"workloads": Workload(max_tokens=max_tokens)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranges"),
+    [
+        # 64 * 64 == 16 * 256: there both are equally near, and the larger count speaks.
+        ({}, [(1, 63, "few"), (64, None, "many")]),
+        (_any(8192), [(1, 63, "few"), (64, 8192, "many")]),
+        (_any(64), [(1, 63, "few"), (64, 64, "many")]),
+        (_any(63), [(1, 63, "few")]),
+        ({"deterministic": True}, [(1, None, "few")]),
+        ({"deterministic": True, **_any(256)}, [(1, 256, "many")]),
+        ({"ep_size": 2}, [(1, None, "few")]),
+        ({"ep_size": 2, **_any(256)}, [(1, 256, "many")]),
+        ({"ep_size": 2, "token_placement": "replicated"}, [(1, 63, "few"), (64, None, "many")]),
+        ({"runner_backend": "few"}, [(1, None, "few")]),
+        ({"exclude": ("few", "alone")}, [(1, None, "many")]),
+        ({"exclude": ("few",)}, [(1, None, "alone")]),
+        ({"prefer": ("few",)}, [(1, None, "few")]),
+        ({"prefer": ("alone",)}, [(1, None, "alone")]),
+    ],
+)
+def test_ranges(fields: dict[str, Any], ranges: list[tuple[int, int | None, str]]) -> None:
+    layer = request(**fields)
+    assert _ranges(_decide(CROSSING, layer)) == ranges
+
+
+def test_the_order_of_the_rows_does_not_matter() -> None:
+    rows = _table({"few": {1: 1, 64: 9}, "many": {1: 2, 64: 5}}).rows
+    for permuted in itertools.permutations(rows):
+        found = _ranges(resolve([SPEC], LAYER, CPU, MeasurementTable(permuted)))
+        assert found == [(1, 7, "few"), (8, 64, "many"), (65, None, "few")]
+
+
+@pytest.mark.parametrize(
+    ("times", "ranges"),
+    [
+        pytest.param({"few": {1: 10}, "many": {1: 9.8}}, "few", id="what stands first by tier must be beaten clearly"),
+        pytest.param({"few": {1: 10}, "many": {1: 9.7}}, "many few", id="clearly"),
+        pytest.param({"few": {1: 10, 2048: 10}, "many": {1: 9, 2048: 10.2}}, "many", id="going back must pay as well"),
+        pytest.param({"few": {1: 10, 2048: 10}, "many": {1: 9, 2048: 10.4}}, "many few", id="it does"),
+        pytest.param({"many": {1: 5, 2048: 5}}, "few", id="the best by tier was not measured"),
+        pytest.param({"few": {1: 9, 16: 9}, "many": {1: 5}}, "many few", id="not measured at all counts"),
+        pytest.param({"few": {1: 9, 2048: 9}, "many": {1: 20, 600: 5}}, "few", id="a time of far fewer tokens"),
+        pytest.param({"few": {1: 9, 2048: 9}, "short": {1: 5, 2048: 5}}, "short few", id="a declared limit"),
+    ],
+)
+def test_a_range_must_pay(times: Times, ranges: str) -> None:
+    assert " ".join(name for *_, name in _ranges(_decide(times))) == ranges
+
+
+def test_counts_that_nothing_speaks_for_go_by_tier() -> None:
+    times = {"few": {4: 10, 16: 10}, "many": {4: 5, 16: 5}}
+    assert _ranges(_decide(times)) == [(1, 16, "many"), (17, None, "few")]
+    assert _ranges(_decide(times, request(**_any(10)))) == [(1, 10, "many")]
+    # Below the smallest measured count a workload's own largest count was not measured.
+    assert _ranges(_decide(times, request(**_any(3)))) == [(1, 3, "few")]
+
+
+def test_the_winner_stands_first_and_says_why() -> None:
+    first, second = _decide(CROSSING).workloads
+    assert first.ranked[0].because == "measured 20 us (exact, T=16; bench)"
+    assert first.notes[1:] == ()
+    assert second.ranked[0].because == "measured 1000 us (exact, T=2048; bench)"
+    assert second.notes[-1] == (
+        "from 64 tokens toy:toy.standard + toy:many.standard: 50% faster than toy:toy.standard + toy:few.standard"
+    )
+    close = _decide({"few": {1: 10.0}, "many": {1: 9.8}}).workloads[0].ranked
+    assert [entry.candidate.runner.spec.name for entry in close[:2]] == ["few", "many"]
+    assert close[0].because == "measured 10 us (exact, T=1; bench), less than 3% from the fastest"
+
+
+def test_ranges_share_the_reports() -> None:
+    decision = _decide(CROSSING)
+    assert [is_new for _, is_new in decision.sections()] == [True, False]
+    text = decision.explain()
+    assert text.count("each spec alone") == 1
+    assert "workload any, up to 63 tokens: order of those that fit" in text
+    assert "workload any, from 64 tokens: order of those that fit" in text
+    assert [w["min_tokens"] for w in decision.to_json()["workloads"]] == [1, 64]
+
+
+def test_all_ranges_share_the_layout_that_costs_least() -> None:
+    # `alone` wins at three of four counts, by less than it loses at one.
+    times = {"few": {1: 10, 2: 10, 4: 10, 2048: 10}, "alone": {1: 9, 2: 9, 4: 9, 2048: 90}}
+    decision = _decide(times)
+    assert decision.weight_layout == "canonical"
+    assert _ranges(decision) == [(1, None, "few")]
+    better = _decide(times | {"alone": {1: 9, 2: 9, 4: 9, 2048: 11}})
+    assert better.weight_layout == "other"
+    # What is preferred is above times.
+    assert _decide(times, request(prefer=("alone",))).weight_layout == "other"
+
+
+def test_phases_have_ranges_each() -> None:
+    layer = request(workloads=PREFILL_AND_DECODE)
+    decision = _decide(CROSSING, layer)
+    assert _ranges(decision) == [(1, 63, "few"), (64, 4096, "many"), (1, 63, "few"), (64, 128, "many")]
+    made, _ = make_plan(manager_of(SPEC), layer, CPU, _table(CROSSING))
+    taken = {
+        (phase, count): (route.phase, route.max_tokens)
+        for phase, count in itertools.product(("prefill", "decode", None), (1, 63, 64, 128, 129))
+        for route in [made.routes[made.route_index(count, phase)]]
+    }
+    assert [taken["prefill", count] for count in (1, 63, 64, 129)] == [
+        *[("prefill", 63)] * 2,
+        *[("prefill", 4096)] * 2,
+    ]
+    assert [taken["decode", count] for count in (1, 63, 64, 128, 129)] == [
+        *[("decode", 63)] * 2,
+        *[("decode", 128)] * 3,
+    ]
+    assert [taken[None, count] for count in (1, 64, 128, 129)] == [
+        ("decode", 63),
+        *[("decode", 128)] * 2,
+        ("prefill", 4096),
+    ]
+
+
+def test_workloads_of_one_phase_are_ranges_that_the_user_made() -> None:
+    workloads = (Workload(), Workload(max_tokens=32, a2a_backend="toy.standard"))
+    spec = attrs.evolve(SPEC, dispatchers=[dispatcher(), dispatcher(mode="few")])
+    made, decision = make_plan(manager_of(spec), request(workloads=workloads), CPU, MeasurementTable())
+    assert [(w.min_tokens, w.workload.max_tokens) for w in decision.workloads] == [(33, None), (1, 32)]
+    modes = [made.routes[made.route_index(count)].dispatcher.spec.mode for count in (1, 32, 33)]  # type: ignore[union-attr]
+    assert modes == ["standard", "standard", "few"]
+
+
+def test_measured_ranges_lie_inside_the_users() -> None:
+    layer = request(workloads=(Workload(max_tokens=32), Workload()))
+    assert _ranges(_decide(CROSSING, layer)) == [(1, 32, "few"), (33, 63, "few"), (64, None, "many")]
+
+
+_TIME = st.floats(1, 1000)
+_COUNTS = st.dictionaries(st.integers(1, 5000), _TIME, min_size=1, max_size=6)
+
+
+@given(st.fixed_dictionaries({"few": _COUNTS, "many": _COUNTS}), st.none() | st.integers(1, 6000), st.integers(1, 6000))
+def test_every_token_count_has_one_route(times: Times, limit: int | None, count: int) -> None:
+    made, decision = make_plan(manager_of(SPEC), request(**_any(limit)), CPU, _table(times))
+    ranges = _ranges(decision)
+    assert ranges[0][0] == 1
+    assert ranges[-1][1] == limit
+    for (_, last, name), (first, _, following) in itertools.pairwise(ranges):
+        assert first == (last or 0) + 1
+        assert name != following
+    if limit is None or count <= limit:
+        taken = made.routes[made.route_index(count)].runner.spec.name
+        (expected,) = (name for first, last, name in ranges if first <= count and (last is None or count <= last))
+        assert taken == expected

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+from fakes import CPU, dispatcher, expect, manager_of, plugin, runner
+
+from moe_core.errors import SpecError
+from moe_core.measurement_files import MeasurementFile
+from moe_core.tuning.cache import Recorder
+
+MANAGER = manager_of(plugin(dispatchers=[dispatcher()], runners=[runner()]), plugin("other", runners=[runner()]))
+A, B = "toy:toy.standard + toy:toy.standard", "toy:toy.standard + other:toy.standard"
+
+
+def test_times_are_added_and_replaced_one_count_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    recorder = Recorder(path, CPU, MANAGER)
+    recorder.add("shape", 1, {A: 10.0, B: 11.0})
+    recorder.add("shape", 4, {A: 20.0})
+    again = Recorder(path, CPU, MANAGER)
+    expect(not again.replaced)
+    again.add("shape", 1, {A: 9.0})
+    again.add("another", 1, {A: 5.0})
+    # What is not there any more at a count was not measured with the rest.
+    assert MeasurementFile.read(path).times == {"shape": {A: {1: 9.0, 4: 20.0}}, "another": {A: {1: 5.0}}}
+    assert again.num_times == 3
+
+
+def test_only_plugins_with_times_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    recorder = Recorder(path, CPU, MANAGER)
+    recorder.add("shape", 1, {A: 10.0})
+    assert set(MeasurementFile.read(path).plugins) == {"toy"}
+    recorder.add("shape", 4, {B: 10.0})
+    assert set(MeasurementFile.read(path).plugins) == {"toy", "other"}
+
+
+@pytest.mark.error_path
+def test_times_of_another_machine_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, attrs.evolve(CPU, packages={"torch": "2.10.0"}), MANAGER).add("old", 1, {A: 1.0})
+    recorder = Recorder(path, CPU, MANAGER)
+    expect("torch 2.10.0 there, 2.13.0 here" in recorder.replaced, recorder.replaced)
+    recorder.add("new", 1, {A: 1.0})
+    expect(set(MeasurementFile.read(path).times) == {"new"})
+
+
+@pytest.mark.error_path
+def test_a_broken_file_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text("{")
+    recorder = Recorder(path, CPU, MANAGER)
+    expect("cannot be read" in recorder.replaced, recorder.replaced)
+    expect(path.read_text() == "{", "nothing is written before there is something to write")
+
+
+@pytest.mark.error_path
+def test_times_of_another_version_of_a_plugin_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, CPU, MANAGER).add("shape", 1, {A: 1.0, B: 2.0})
+    found = MeasurementFile.read(path)
+    attrs.evolve(found, plugins={**found.plugins, "other": "other 0.9"}).write(path)
+    recorder = Recorder(path, CPU, MANAGER)
+    expect("times of other versions of other (other 0.9 there" in recorder.replaced, recorder.replaced)
+    expect(recorder.num_times == 1)
+
+
+@pytest.mark.error_path
+def test_a_place_where_nothing_can_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for path in (tmp_path, blocked / "times.json"):
+        with pytest.raises(SpecError, match=r"times cannot be written to .* say --output FILE"):
+            Recorder(path, CPU, MANAGER)
