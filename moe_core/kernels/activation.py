@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
+from moe_core.kernels.real_rows import map_rows
 from moe_core.payloads import ActivationFn, Tensor
 
 
@@ -43,6 +44,11 @@ def activation_function(spec: ActivationSpec) -> ActivationFn:
         raise SpecError(f"activation kind {spec.kind!r} has no built-in function; known: {', '.join(_FUNCTIONS)}")
     function = _FUNCTIONS[spec.kind] if spec.alpha == 1.0 else partial(_silu_alpha, alpha=spec.alpha)
     return partial(_gated, function=function, spec=spec) if spec.gated else partial(_plain, function=function)
+
+
+def activate(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None) -> Tensor:
+    """As `ops.activate`."""
+    return map_rows(activation_function(spec), hidden, hidden.shape[-1] // spec.rows_per_channel, real)
 
 
 def _plain(x: Tensor, *, function: Callable[[Tensor], Tensor]) -> Tensor:

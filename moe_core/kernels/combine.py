@@ -8,7 +8,13 @@ from moe_core.payloads import Tensor
 
 
 def combine(
-    rows: Tensor, row_map: Tensor, topk_weights: Tensor | None, dtype: torch.dtype, *, complete: bool = False
+    rows: Tensor,
+    row_map: Tensor,
+    topk_weights: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scaling_factor: float = 1.0,
+    complete: bool = False,
 ) -> Tensor:
     """Sum each token's rows, in slot order, in fp32, rounded once.
 
@@ -17,9 +23,10 @@ def combine(
 
     Args:
         rows: `[R, H]`, any float dtype; rows that no slot names are not read.
-        row_map: `[T, K]` int64, row of each slot, -1 = none: skipped, whatever its weight.
+        row_map: `[T, K]` int32 or int64, row of each slot, -1 = none: skipped, whatever its weight.
         topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
         dtype: Of the result.
+        scaling_factor: Multiplies the sum, before it is rounded.
         complete: The caller knows that no slot is -1; saves the masking.
 
     Returns:
@@ -39,4 +46,6 @@ def combine(
     result = values[:, 0]
     for slot in range(1, top_k):
         result.add_(values[:, slot])
+    if scaling_factor != 1.0:
+        result.mul_(scaling_factor)
     return result.to(dtype, memory_format=torch.contiguous_format, copy=top_k > 1)

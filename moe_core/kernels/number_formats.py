@@ -60,8 +60,9 @@ def has_e4m3_nan(values: Tensor) -> bool:
 
 
 def power_of_two_above(values: Tensor) -> Tensor:
-    """Smallest power of two that is not less, on the bits of positive fp32 numbers; at least `2 ** -126`."""
-    return ((values.view(torch.int32) + _FRACTION_BITS) & _EXPONENT_BITS).view(torch.float32)
+    """Smallest power of two that is not less, on the bits of fp32 numbers from 0; infinity of NaN, 0 of 0."""
+    bits = values.view(torch.int32).clamp(max=_EXPONENT_BITS)
+    return ((bits + _FRACTION_BITS) & _EXPONENT_BITS).view(torch.float32)
 
 
 def power_of_two_below(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations as a quantized GEMM sees them: codes, and the scales that belong to them.
+"""Activations as a quantized GEMM sees them: the numbers that their codes stand for.
 
 A scheme says four things of activations (dtype, scaling, group, type of the scale); each has its rule here, so that
 schemes without a name are computed too.
@@ -17,7 +17,6 @@ from moe_core.kernels.number_formats import (
     power_of_two_above,
     power_of_two_below,
     round_e2m1,
-    round_e4m3,
     round_to_e4m3,
 )
 from moe_core.payloads import Tensor
@@ -25,8 +24,6 @@ from moe_core.quant import PER_TENSOR, QuantScheme
 
 #: Largest code of each activation dtype.
 _LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
-#: Channels that share one scale in fp8 tokens on the wire (`row_128`).
-WIRE_GROUP = 128
 
 
 @attrs.frozen(kw_only=True)
@@ -105,7 +102,7 @@ class ActivationRounder:
 
     def _round_groups(self, values: Tensor, input_scale: Tensor | None) -> Tensor:
         """Rounded and scaled back, since the results of a GEMM cannot be scaled by group."""
-        groups = _in_groups(values, self.group)
+        groups = in_groups(values, self.group)
         amax = groups.abs().amax(-1, keepdim=True)
         if input_scale is None:
             scale = self._dynamic_scale(amax)
@@ -137,15 +134,7 @@ class ActivationRounder:
         return scaled.round_().clamp_(-largest - 1.0, largest)
 
 
-def quantize_rows_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, C]` -> e4m3 `[rows, C]` and fp32 scales `[rows, ceil(C / 128)]`, scale = amax / 448; zeros stay zeros."""
-    groups = _in_groups(values.float(), WIRE_GROUP)
-    scales = groups.abs().amax(-1) / E4M3_MAX
-    codes = round_e4m3(groups / torch.where(scales == 0, 1.0, scales)[..., None])
-    return torch.flatten(codes, start_dim=1)[:, : values.shape[1]], scales
-
-
-def _in_groups(values: Tensor, group: int) -> Tensor:
+def in_groups(values: Tensor, group: int) -> Tensor:
     """`[rows, ceil(C / group), group]`; what the last group lacks is zero."""
     padded = functional.pad(values, (0, -values.shape[1] % group))
     # Counted, since without rows torch cannot infer a size.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from moe_core.errors import SpecError
-from moe_core.kernels.quantize import WIRE_GROUP, quantize_rows_fp8
+from moe_core.kernels import ops
+from moe_core.kernels.scale_layouts import code_format
 from moe_core.payloads import TORCH_DTYPES, StandardTokens, Tensor
 from moe_core.specs import TokenDtype
 
@@ -37,7 +38,7 @@ def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: T
     dtypes = [(TORCH_DTYPES.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
     is_quantized = token_dtype.dtype not in TORCH_DTYPES
     if is_quantized:
-        dtypes.append((torch.float32, -(-hidden_size // WIRE_GROUP)))
+        dtypes.append((torch.float32, code_format(token_dtype)[1].num_groups(hidden_size)))
     dtypes += [(torch.int32, top_k), (torch.float32, top_k)]
     parts = torch.split(message, [dtype.itemsize * width for dtype, width in dtypes], dim=1)
     tensors = [part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, dtypes, strict=True)]
@@ -52,4 +53,4 @@ def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: T
 def _quantize(hidden_states: Tensor, token_dtype: TokenDtype) -> tuple[Tensor, Tensor]:
     if token_dtype != TokenDtype("fp8", "row_128"):
         raise SpecError(f"tokens cannot be sent as {token_dtype}; fp8/row_128 and float dtypes can")
-    return quantize_rows_fp8(hidden_states)
+    return ops.quantize(hidden_states, token_dtype)

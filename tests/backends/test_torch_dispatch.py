@@ -20,6 +20,7 @@ from reference_moe import rel
 
 from moe_core import ExpertGroup, ExpertPlacement, LayerRequest, Workload
 from moe_core.errors import InputError, ResolutionError
+from moe_core.kernels import ops
 from moe_core.kernels.wire import decode_message, encode_message
 from moe_core.specs import TokenDtype
 
@@ -56,6 +57,21 @@ def _fields(request: LayerRequest) -> dict[str, object]:
     return {
         name: getattr(request, name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "bias")
     }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where no GPU is")
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 19])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_rows_moved_by_triton_are_those_moved_by_torch(
+    mode: str, num_tokens: int, weight_on_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    request = _with(mode, weight_on_input=weight_on_input)
+    layer, tokens = build(request, random_tensors(request)), random_tokens(request, num_tokens)
+    want = layer(*tokens)
+    monkeypatch.setattr(ops, "_uses_triton", lambda tensor: True)
+    assert torch.equal(layer(*tokens), want)
 
 
 @pytest.mark.parametrize("mode", MODES)

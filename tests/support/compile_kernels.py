@@ -1,4 +1,4 @@
-"""Compiles what layers of several schemes launch, for one GPU generation, on a machine without any GPU.
+"""Compiles what layers of several schemes and the blocks for plugins launch, for a GPU that is not here.
 
 Run by a test in a process of its own: `python compile_kernels.py 90`. The interpreter takes code that the compiler
 refuses; this finds it. Kernels are compiled instead of launched, so that tensors may stay on the CPU, with any content.
@@ -16,8 +16,11 @@ from triton.runtime import driver, jit
 from triton_layers import both_manager
 
 from moe_core import LayerRequest, MoELayer, RawWeights
+from moe_core.activation import SWIGLU_OAI
 from moe_core.environment import load_environment
+from moe_core.kernels import ops
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16
+from moe_core.specs import TokenDtype
 from moe_core.weights.expected import expected_tensors
 
 #: Scheme -> token counts: one token, few and many rows per expert.
@@ -60,6 +63,29 @@ def main(capability: int) -> None:
         layer.load_weights(RawWeights(tensors={n: torch.zeros(e.shape, dtype=e.dtypes[0]) for n, e in shapes.items()}))
         for count in token_counts:
             layer(*random_tokens(request, count))
+    _blocks()
+
+
+def _blocks() -> None:
+    """Every block behind the common door, in every layout of scales, on flat rows and on blocks of rows."""
+    ops._uses_triton = lambda tensor: True
+    x, ids, weights = torch.zeros(40, 256).bfloat16(), torch.zeros(40, 2, dtype=torch.int64), torch.zeros(40, 2)
+    # More slots than one launch sorts.
+    ops.sort_by_expert(ids.repeat(200, 1), 4, alignment=128)
+    codes, scales = ops.quantize(x, TokenDtype("fp8", "row_128"))
+    for tokens, words in ((x, None), (codes, scales)):
+        on_input = weights if words is None else None
+        rows, row_map = ops.permute_contiguous(
+            tokens, ids, 4, alignment=128, row_weights=on_input, scales=words, column_major=True
+        )
+        ops.permute_masked(tokens, ids, 4, 80, row_weights=on_input, scales=words)
+    flat = ops.row_experts(rows.num_tokens_per_expert, rows.group_ends, 128)
+    ops.combine(x, row_map, weights, torch.bfloat16, scaling_factor=2.0)
+    for hidden, real in ((torch.zeros(128, 512), flat), (torch.zeros(4, 8, 512), rows.num_tokens_per_expert)):
+        ops.activate(hidden.bfloat16(), SWIGLU_OAI, real=real)
+        for layout in ("row_128", "column_128", "ue8m0_128", "token"):
+            ops.quantize(hidden.bfloat16(), TokenDtype("fp8", layout), activation=SWIGLU_OAI, real=real)
+    ops.quantize(x, TokenDtype("int8", "token"))
 
 
 if __name__ == "__main__":

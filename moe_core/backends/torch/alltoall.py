@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moe_core.backends.torch.local import combine_rows, local_permutation
 from moe_core.errors import InputError
 from moe_core.kernels.checks import check_ids
-from moe_core.kernels.combine import combine
+from moe_core.kernels.ops import combine
 from moe_core.kernels.wire import decode_message, encode_message
 from moe_core.payloads import TORCH_DTYPES, CombineFn, DispatchFn, ExpertGroup, StandardTokens, Tensor
 from moe_core.plan import MoEPlan, Route

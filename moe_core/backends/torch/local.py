@@ -10,15 +10,8 @@ from typing import TypeAlias
 import attrs
 import torch
 
+from moe_core.kernels import ops
 from moe_core.kernels.checks import check_ids
-from moe_core.kernels.combine import combine
-from moe_core.kernels.permute import (
-    gather_masked,
-    gather_row_values,
-    gather_rows,
-    masked_row_map,
-    permute,
-)
 from moe_core.payloads import (
     TORCH_DTYPES,
     CombineFn,
@@ -70,34 +63,30 @@ class LocalPermutation:
         self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
     ) -> tuple[ContiguousTokens, LocalHandle]:
         """`[T, H]` -> rows grouped by expert."""
-        permutation = permute(local_ids, self.num_local_experts, self.row_alignment)
-        rows = gather_rows(hidden_states, permutation)
-        if self.weight_on_input:
-            rows = (rows * gather_row_values(topk_weights.float(), permutation)[:, None]).to(rows.dtype)
-        tokens = ContiguousTokens(
-            hidden_states=rows,
-            num_tokens_per_expert=permutation.num_tokens_per_expert,
-            group_ends=permutation.group_ends,
+        on_input, on_output = self._sides(topk_weights)
+        tokens, row_map = ops.permute_contiguous(
+            hidden_states, local_ids, self.num_local_experts, alignment=self.row_alignment, row_weights=on_input
         )
-        return tokens, (permutation.row_map, None if self.weight_on_input else topk_weights)
+        return tokens, (row_map, on_output)
 
     def masked(
         self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
     ) -> tuple[MaskedTokens, LocalHandle]:
         """`[T, H]` -> one block of rows per expert."""
         num_rows = self._rows_per_expert(local_ids)
-        row_map, masked_m = masked_row_map(local_ids, self.num_local_experts, num_rows)
-        rows = gather_masked(hidden_states, row_map, self.num_local_experts, num_rows)
-        if self.weight_on_input:
-            weights = gather_masked(topk_weights.float().reshape(-1, 1), row_map.view(-1, 1), *rows.shape[:2])
-            rows = (rows * weights).to(rows.dtype)
-        if masked_m.device.type != "cpu" or torch.compiler.is_compiling():
+        on_input, on_output = self._sides(topk_weights)
+        tokens, row_map = ops.permute_masked(
+            hidden_states, local_ids, self.num_local_experts, num_rows, row_weights=on_input
+        )
+        if local_ids.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(
-                (masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
+                (tokens.masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
-        expected = max(1, local_ids.numel() // max(1, self.num_local_experts))
-        tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected)
-        return tokens, (row_map, None if self.weight_on_input else topk_weights)
+        return tokens, (row_map, on_output)
+
+    def _sides(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The weights that multiply the experts' inputs, and those of their outputs: one of both."""
+        return (topk_weights, None) if self.weight_on_input else (None, topk_weights)
 
     def _rows_per_expert(self, local_ids: Tensor) -> int:
         """M: exact where the host may look, else T, which suffices unless a token names an expert twice."""
@@ -120,7 +109,7 @@ def local_permutation(plan: MoEPlan, route: Route, group: ExpertGroup) -> LocalP
 def combine_rows(rows: Tensor, handle: LocalHandle, dtype: torch.dtype) -> Tensor:
     """Rows `[R, H]` or `[L, M, H]` -> `[T, H]` in `dtype`, weighted and summed in fp32."""
     row_map, topk_weights = handle
-    return combine(rows.reshape(-1, rows.shape[-1]), row_map, topk_weights, dtype)
+    return ops.combine(rows, row_map, topk_weights, dtype)
 
 
 def bind_standard(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.sort import RowTiles
+from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program
 from moe_core.payloads import Tensor
 
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -34,29 +34,29 @@ def activation_constants(spec: ActivationSpec | None) -> dict[str, object]:
     }
 
 
-def apply_activation(hidden: Tensor, spec: ActivationSpec, tiles: RowTiles | None = None) -> Tensor:
-    """`[R, 2I]` (`[R, I]` when not gated), rows contiguous -> `[R, I]` in the same dtype, computed in fp32.
-
-    Args:
-        hidden: What the first projection gave.
-        spec: The variant.
-        tiles: The rows that exist; others are neither read nor written. None for all.
-    """
-    width = hidden.shape[1] // spec.rows_per_channel
-    out = hidden.new_empty((hidden.shape[0], width))
-    block = min(1024, triton.next_power_of_2(width))
-    rows = hidden.shape[0] if tiles is None else len(tiles)
-    _activate_rows[(rows, triton.cdiv(width, block))](
-        hidden,
-        out,
-        None if tiles is None else tiles.table,
-        width,
-        hidden.stride(0),
-        BM=1 if tiles is None else tiles.block_m,
-        BLOCK=block,
-        INTERLEAVED=spec.row_order == "interleaved",
-        **activation_constants(spec),
-    )
+def activate_rows(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None) -> Tensor:
+    """As `ops.activate`; rows that do not exist are neither read nor written."""
+    width = hidden.shape[-1] // spec.rows_per_channel
+    out = hidden.new_empty((*hidden.shape[:-1], width))
+    flat = flat_rows(hidden)
+    num_rows, block = flat.shape[0], min(1024, triton.next_power_of_2(width))
+    run = rows_per_program(num_rows, real)
+    if num_rows:
+        _activate_rows[(triton.cdiv(num_rows, run), triton.cdiv(width, block))](
+            flat,
+            out,
+            None if real is None else real.contiguous(),
+            width,
+            flat.stride(0),
+            run,
+            num_rows,
+            hidden.shape[-2],
+            BLOCKS=hidden.dim() == 3,
+            BLOCK=block,
+            INTERLEAVED=spec.row_order == "interleaved",
+            **activation_constants(spec),
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -131,28 +131,17 @@ def load_activated(
     return tl.where(mask, value, 0.0)
 
 
-@triton.jit
-def row_range(tiles, index, BM: tl.constexpr):
-    """First row and row after the last of tile `index`; row `index` alone where there is no table."""
-    # Wide, since rows are multiplied by their length.
-    first = index.to(tl.int64)
-    end = first + 1
-    if tiles is not None:
-        first = tl.load(tiles + 3 * index + 1).to(tl.int64)
-        end = tl.minimum(first + BM, tl.load(tiles + 3 * index + 2).to(tl.int64))
-        # The other fields of an unused entry hold nothing.
-        end = tl.where(tl.load(tiles + 3 * index) < 0, first, end)
-    return first, end
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["run", "num_rows", "block_rows"])
 def _activate_rows(
     hidden,
     out,
-    tiles,
+    real,
     width,
     stride,
-    BM: tl.constexpr,
+    run,
+    num_rows,
+    block_rows,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
@@ -162,10 +151,11 @@ def _activate_rows(
     BETA: tl.constexpr,
     CLAMP_AFTER: tl.constexpr,
 ):
-    first, end = row_range(tiles, tl.program_id(0), BM)
+    first, end = row_range(None, tl.program_id(0), run, num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for row in range(first, end):
-        value = load_activated(
-            hidden + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
-        )
-        tl.store(out + row * width + columns, narrow(value, out.dtype.element_ty), mask=columns < width)
+        if exists(real, row, block_rows, BLOCKS):
+            value = load_activated(
+                hidden + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
+            )
+            tl.store(out + row * width + columns, narrow(value, out.dtype.element_ty), mask=columns < width)

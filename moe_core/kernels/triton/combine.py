@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.rows import flat_rows
 from moe_core.payloads import Tensor
 
 
@@ -16,22 +17,24 @@ def combine(
     topk_weights: Tensor | None,
     dtype: torch.dtype,
     *,
+    scaling_factor: float = 1.0,
     pdl: bool = False,
 ) -> Tensor:
     """Sum each token's rows, in slot order, in fp32, rounded once; product and sum are separate roundings.
 
     Args:
-        rows: `[R, H]`, contiguous; rows that no slot names are not read.
+        rows: `[R, H]`, any float dtype; rows that no slot names are not read.
         row_map: `[T, K]` integers, row of each slot, -1 = none: skipped, whatever its weight.
         topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
         dtype: Of the result.
+        scaling_factor: Multiplies the sum, before it is rounded.
         pdl: Launched before the kernel that writes `rows` has ended (see the package).
 
     Returns:
         `[T, H]`; zeros for a token without any row.
     """
     num_tokens, top_k = row_map.shape
-    width = rows.shape[1]
+    width, rows = rows.shape[1], flat_rows(rows)
     out = rows.new_empty((num_tokens, width), dtype=dtype)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width))
@@ -41,6 +44,8 @@ def combine(
             topk_weights,
             out,
             width,
+            rows.stride(0),
+            scaling_factor,
             row_map.stride(0),
             row_map.stride(1),
             0 if topk_weights is None else topk_weights.stride(0),
@@ -62,6 +67,8 @@ def _combine(
     weights,
     out,
     width,
+    stride,
+    scaling_factor,
     stride_mt,
     stride_mk,
     stride_wt,
@@ -79,8 +86,10 @@ def _combine(
         row = tl.load(row_map + token * stride_mt + slot * stride_mk).to(tl.int64)
         # Masked, not multiplied by zero: an undefined row may be NaN.
         limit = tl.where(row >= 0, width, 0)
-        value = tl.load(rows + row * width + columns, mask=columns < limit, other=0.0).to(tl.float32)
+        value = tl.load(rows + row * stride + columns, mask=columns < limit, other=0.0).to(tl.float32)
         if weights is not None:
             value = value * tl.load(weights + token * stride_wt + slot * stride_wk).to(tl.float32)
         total += tl.where(columns < limit, value, 0.0)
+    # A product with 1 is exact.
+    total *= scaling_factor
     tl.store(out + token.to(tl.int64) * width + columns, narrow(total, out.dtype.element_ty), mask=columns < width)

@@ -1,50 +1,194 @@
-"""Rows in the order of a `SortedSlots`: the copy that `contiguous` and `masked` tokens need."""
+"""Tokens copied to the rows of their slots: what `contiguous` and `masked` tokens need."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
-from moe_core.kernels.triton.activation import row_range
+from moe_core.kernels.scale_layouts import block_strides, empty_scales
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.sort import SortedSlots
-from moe_core.payloads import Tensor
+from moe_core.kernels.triton.rows import flat_rows, scale_offset
+from moe_core.kernels.triton.sort import SortedSlots, masked_row_map, permute
+from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
+
+#: Integers that scales are copied as.
+_BITS = {1: torch.uint8, 4: torch.int32}
+_EXPERT_ROWS = 128
+_EXPERT_STEP = 64
 
 
 def gather_rows(hidden_states: Tensor, slots: SortedSlots, row_weights: Tensor | None = None) -> Tensor:
     """`[T, H]` -> `[R, H]`: each slot's token at its row; rows without a slot are not written.
 
     Args:
-        hidden_states: Tokens, unit stride along H.
+        hidden_states: Tokens.
         slots: `sort_slots` of their ids; padded groups give `contiguous` rows, `rows_per_expert` gives `masked` ones.
-        row_weights: `[T, K]`, contiguous, multiplied in fp32 and rounded once; None for a plain copy.
+        row_weights: `[T, K]`, multiplied in fp32 and rounded once; None for a plain copy.
     """
-    width = hidden_states.shape[1]
-    out = hidden_states.new_empty((slots.order.shape[0], width))
-    block = min(2048, triton.next_power_of_2(width))
-    _gather[(len(slots.tiles), triton.cdiv(width, block))](
-        hidden_states,
-        out,
-        row_weights,
-        slots.order,
-        slots.tiles.table,
-        slots.row_map.shape[1],
-        width,
-        hidden_states.stride(0),
-        BM=slots.tiles.block_m,
-        BLOCK=block,
+    return _copy_tokens(hidden_states, slots.row_map, (slots.order.shape[0],), row_weights)[0]
+
+
+def permute_contiguous(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    alignment: int = 1,
+    row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    column_major: bool = False,
+) -> tuple[ContiguousTokens, Tensor]:
+    """As `ops.permute_contiguous`; rows without a slot are not written."""
+    permutation = permute(topk_ids, num_experts, alignment)
+    size = (permutation.num_rows,)
+    rows, row_scales = _copy_tokens(hidden_states, permutation.row_map, size, row_weights, scales, column_major)
+    tokens = ContiguousTokens(
+        hidden_states=rows,
+        num_tokens_per_expert=permutation.num_tokens_per_expert,
+        group_ends=permutation.group_ends,
+        scales=row_scales,
     )
-    return out
+    return tokens, permutation.row_map
 
 
-@triton.jit
-def _gather(x, out, weights, order, tiles, top_k, width, stride, BM: tl.constexpr, BLOCK: tl.constexpr):
-    first, end = row_range(tiles, tl.program_id(0), BM)
+def permute_masked(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    rows_per_expert: int,
+    *,
+    row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    column_major: bool = False,
+) -> tuple[MaskedTokens, Tensor]:
+    """As `ops.permute_masked`; rows without a slot are not written."""
+    row_map, masked_m = masked_row_map(topk_ids, num_experts, rows_per_expert)
+    size = num_experts, rows_per_expert
+    rows, row_scales = _copy_tokens(hidden_states, row_map, size, row_weights, scales, column_major)
+    expected_m = max(1, topk_ids.numel() // max(1, num_experts))
+    tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected_m, scales=row_scales)
+    return tokens, row_map
+
+
+def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int) -> Tensor:
+    """As `ops.row_experts`."""
+    experts = group_ends.new_empty((num_rows,))
+    if num_rows:
+        _row_experts[(triton.cdiv(num_rows, _EXPERT_ROWS),)](
+            num_tokens_per_expert.contiguous(),
+            group_ends.contiguous(),
+            experts,
+            num_rows,
+            group_ends.shape[0],
+            BLOCK=_EXPERT_ROWS,
+            STEP=_EXPERT_STEP,
+        )
+    return experts
+
+
+def _copy_tokens(
+    hidden_states: Tensor,
+    row_map: Tensor,
+    size: Sequence[int],
+    row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    column_major: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows `[*size, H]` and their scales, by a row map into the flattened rows."""
+    num_tokens, width = hidden_states.shape
+    out = hidden_states.new_empty((*size, width))
+    if scales is None:
+        bits, row_scales = None, None
+    else:
+        bits = scales.view(_BITS[scales.itemsize])
+        row_scales = empty_scales(size, scales.shape[1], scales.dtype, scales.device, column_major)
+    values, rows = _as_bits(flat_rows(hidden_states)), _as_bits(out)
+    if num_tokens and out.numel():
+        block = min(2048, triton.next_power_of_2(width))
+        _copy_rows[(num_tokens, triton.cdiv(width, block))](
+            values,
+            rows,
+            row_map,
+            row_weights,
+            bits,
+            None if bits is None or row_scales is None else row_scales.view(bits.dtype),
+            width,
+            values.stride(0),
+            0 if scales is None else scales.shape[1],
+            *((0, 0) if row_weights is None else row_weights.stride()),
+            *((0, 0) if scales is None else scales.stride()),
+            *((1, 0, 0, 0) if row_scales is None else block_strides(row_scales)),
+            TOP_K=row_map.shape[1],
+            BLOCK=block,
+            SCALES=1 if scales is None else triton.next_power_of_2(scales.shape[1]),
+        )
+    return out, row_scales
+
+
+def _as_bits(values: Tensor) -> Tensor:
+    """Codes of one byte as integers: not every GPU has types for them."""
+    return values.view(torch.uint8) if values.itemsize == 1 else values
+
+
+@triton.jit(do_not_specialize=["block_rows", "stride_block", "stride_word"])
+def _copy_rows(
+    x,
+    out,
+    row_map,
+    weights,
+    scales,
+    row_scales,
+    width,
+    stride,
+    num_scales,
+    stride_wt,
+    stride_wk,
+    stride_st,
+    stride_ss,
+    block_rows,
+    stride_block,
+    stride_row,
+    stride_word,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """A token is read once, and written to each of its rows."""
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for row in range(first, end):
-        slot = tl.load(order + row)
-        value = tl.load(x + (slot // top_k).to(tl.int64) * stride + columns, mask=columns < width)
+    value = tl.load(x + token * stride + columns, mask=columns < width)
+    words = tl.arange(0, SCALES)
+    if scales is not None:
+        # Few enough for the token's first program.
+        has_scale = words < tl.where(tl.program_id(1) == 0, num_scales, 0)
+        scale = tl.load(scales + token * stride_st + words * stride_ss, mask=has_scale)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(row_map + token * TOP_K + slot).to(tl.int64)
+        # A slot without a row writes nothing.
+        there = columns < tl.where(row >= 0, width, 0)
+        written = value
         if weights is not None:
-            value = value.to(tl.float32) * tl.load(weights + slot).to(tl.float32)
-            value = narrow(value, out.dtype.element_ty)
-        tl.store(out + row * width + columns, value, mask=columns < width)
+            factor = tl.load(weights + token * stride_wt + slot * stride_wk).to(tl.float32)
+            written = narrow(value.to(tl.float32) * factor, out.dtype.element_ty)
+        tl.store(out + row * width + columns, written, mask=there)
+        if scales is not None:
+            place = row_scales + scale_offset(row, block_rows, stride_block, stride_row)
+            tl.store(place + words * stride_word, scale, mask=has_scale & (words < tl.where(row >= 0, num_scales, 0)))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _row_experts(counts, ends, experts, num_rows, num_experts, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """A row's expert is the number of groups that end before it."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_experts, STEP):
+        group = first + tl.arange(0, STEP)
+        end = tl.load(ends + group, mask=group < num_experts, other=2147483647)
+        expert += tl.sum((end[None, :] <= rows[:, None]).to(tl.int32), axis=1)
+    grouped = (rows < num_rows) & (expert < num_experts)
+    start = tl.load(ends + expert - 1, mask=grouped & (expert > 0), other=0)
+    count = tl.load(counts + expert, mask=grouped, other=0)
+    tl.store(experts + rows, tl.where(rows - start < count, expert, -1), mask=rows < num_rows)

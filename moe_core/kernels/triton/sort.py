@@ -7,9 +7,9 @@ from functools import partial
 import attrs
 import torch
 import triton
-import triton.language as tl
 
-from moe_core.kernels.permute import max_rows
+from moe_core.kernels.permute import Permutation, max_rows
+from moe_core.kernels.triton import sort_kernels as kernels
 from moe_core.payloads import Tensor
 
 #: Most slots that one launch sorts by comparing all pairs; more are counted block by block first.
@@ -18,8 +18,6 @@ _PLACE_BLOCK = 16
 _PLACE_STEP = 512
 _COUNT_STEP = 4096
 _COUNT_BLOCK = 256
-# Sizes that change with the tokens: a kernel for each of their divisors would be compiled while a request waits.
-_SIZES = ["num_slots", "num_tiles", "num_blocks", "group_rows"]
 
 
 @attrs.define(eq=False)
@@ -87,17 +85,59 @@ def sort_slots(
         pdl: The next launch may start before this one has ended (see the package).
     """
     ids = topk_ids.contiguous()
-    num_slots, new = ids.numel(), partial(ids.new_empty, dtype=torch.int32)
+    num_slots = ids.numel()
     num_rows = rows_per_expert * num_experts or max_rows(num_slots, num_experts, alignment)
-    order, row_map = new((num_rows,)), new(topk_ids.shape)
-    counts, ends = new((num_experts,)), new((num_experts,))
-    table = new((max_tiles(num_slots, num_experts, block_m), 3))
+    order = ids.new_empty((num_rows,), dtype=torch.int32)
+    table = ids.new_empty((max_tiles(num_slots, num_experts, block_m), 3), dtype=torch.int32)
+    row_map, counts, ends = _sort(
+        ids,
+        num_experts,
+        alignment,
+        rows_per_expert or None,
+        order=order,
+        table=table,
+        block_m=block_m,
+        check=check,
+        pdl=pdl,
+    )
+    return SortedSlots(order, row_map, counts, ends, RowTiles(table, block_m))
+
+
+def permute(topk_ids: Tensor, num_experts: int, alignment: int = 1) -> Permutation:
+    """As `moe_core.kernels.permute.permute`; the number of rows is its bound."""
+    num_rows = max_rows(topk_ids.numel(), num_experts, alignment)
+    row_map, counts, ends = _sort(topk_ids.contiguous(), num_experts, alignment, None)
+    return Permutation(counts, ends, row_map, num_rows)
+
+
+def masked_row_map(topk_ids: Tensor, num_experts: int, rows_per_expert: int) -> tuple[Tensor, Tensor]:
+    """As `moe_core.kernels.permute.masked_row_map`."""
+    row_map, counts, _ = _sort(topk_ids.contiguous(), num_experts, 1, rows_per_expert)
+    return row_map, counts
+
+
+def _sort(
+    ids: Tensor,
+    num_experts: int,
+    alignment: int,
+    rows_per_expert: int | None,
+    *,
+    order: Tensor | None = None,
+    table: Tensor | None = None,
+    block_m: int = 1,
+    check: bool = False,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row map, counts and group ends of contiguous ids; the order and the table of tiles where they are wanted."""
+    num_slots, new = ids.numel(), partial(ids.new_empty, dtype=torch.int32)
+    row_map, counts, ends = new(ids.shape), new((num_experts,)), new((num_experts,))
     outputs = order, row_map, counts, ends, table
+    num_tiles = 0 if table is None else len(table)
     sizes = {
         "BM": block_m,
         "EXPERTS": triton.next_power_of_2(max(num_experts, 2)),
         "ALIGNMENT": alignment,
-        "ROWS": rows_per_expert,
+        "BLOCKS": rows_per_expert is not None,
         "PDL": pdl,
     }
     # `debug` makes device assertions real; it would make additions checked ones too.
@@ -105,12 +145,13 @@ def sort_slots(
     if num_slots <= _PAIRWISE_SLOTS:
         grid = (triton.cdiv(num_slots, _PLACE_BLOCK) + 1,)
         power = triton.next_power_of_2(max(num_slots, 2))
-        _sort_pairwise[grid](
+        kernels.sort_pairwise[grid](
             ids,
             *outputs,
             num_slots,
             num_experts,
-            len(table),
+            num_tiles,
+            rows_per_expert or 0,
             **sizes,
             BLOCK=_PLACE_BLOCK,
             STEP=min(_PLACE_STEP, power),
@@ -121,13 +162,22 @@ def sort_slots(
     else:
         blocks = triton.cdiv(num_slots, _COUNT_BLOCK)
         by_block = new((blocks, num_experts))
-        _count_blocks[(blocks,)](
+        kernels.count_blocks[(blocks,)](
             ids, by_block, num_slots, num_experts, BLOCK=_COUNT_BLOCK, EXPERTS=sizes["EXPERTS"], CHECK=check, **options
         )
-        _place_blocks[(blocks,)](
-            ids, by_block, *outputs, num_slots, num_experts, len(table), blocks, **sizes, BLOCK=_COUNT_BLOCK
+        kernels.place_blocks[(blocks,)](
+            ids,
+            by_block,
+            *outputs,
+            num_slots,
+            num_experts,
+            num_tiles,
+            rows_per_expert or 0,
+            blocks,
+            **sizes,
+            BLOCK=_COUNT_BLOCK,
         )
-    return SortedSlots(order, row_map, counts, ends, RowTiles(table, block_m))
+    return row_map, counts, ends
 
 
 def group_tiles(counts: Tensor, num_rows: int, block_m: int, *, group_ends: Tensor | None = None) -> RowTiles:
@@ -142,204 +192,7 @@ def group_tiles(counts: Tensor, num_rows: int, block_m: int, *, group_ends: Tens
     num_experts = counts.shape[0]
     table = counts.new_empty((max_tiles(num_rows, num_experts, block_m), 3))
     experts = triton.next_power_of_2(max(num_experts, 2))
-    _tile_groups[(1,)](
+    kernels.tile_groups[(1,)](
         counts, group_ends, table, num_experts, len(table), num_rows // num_experts, BM=block_m, EXPERTS=experts
     )
     return RowTiles(table, block_m)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _tile_groups(
-    counts_ptr, ends_ptr, table, num_experts, num_tiles, group_rows, BM: tl.constexpr, EXPERTS: tl.constexpr
-):
-    experts = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0)
-    starts = experts * group_rows
-    if ends_ptr is not None:
-        starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
-    _write_tiles(table, counts, starts, num_tiles, BM, EXPERTS)
-
-
-@triton.jit
-def _write_tiles(table, counts, starts, num_tiles, BM: tl.constexpr, EXPERTS: tl.constexpr):
-    """Entries of all experts at once: first the first tile of each, then the second, ..."""
-    experts = tl.arange(0, EXPERTS)
-    per_expert = (counts + BM - 1) // BM
-    first = tl.cumsum(per_expert, 0) - per_expert
-    for index in range(0, tl.max(per_expert)):
-        entry = table + 3 * (first + index)
-        used = index < per_expert
-        tl.store(entry, experts, mask=used)
-        tl.store(entry + 1, starts + index * BM, mask=used)
-        tl.store(entry + 2, starts + counts, mask=used)
-    total = tl.sum(per_expert)
-    for start in range(0, num_tiles, EXPERTS):
-        unused = start + experts
-        tl.store(table + 3 * unused, -1, mask=(unused >= total) & (unused < num_tiles))
-
-
-@triton.jit
-def _load_ids(ids_ptr, slots, num_slots, num_experts, CHECK: tl.constexpr):
-    """Ids of `slots`, -1 past the end."""
-    ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int32)
-    if CHECK:
-        tl.device_assert((ids >= -1) & (ids < num_experts), "topk_ids: an expert id is out of range")
-    return ids
-
-
-@triton.jit
-def _count(ids, EXPERTS: tl.constexpr):
-    """Slots per expert; ids -1 are none."""
-    return tl.histogram(tl.where(ids < 0, 0, ids), EXPERTS, mask=ids >= 0)
-
-
-@triton.jit
-def _starts(counts, EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr):
-    """First row of each expert's group, and row after it."""
-    if ROWS > 0:
-        starts = tl.arange(0, EXPERTS) * ROWS
-        ends = starts + ROWS
-    else:
-        padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        ends = tl.cumsum(padded, 0)
-        starts = ends - padded
-    return starts, ends
-
-
-@triton.jit
-def _write_groups(
-    counts_ptr,
-    ends_ptr,
-    table,
-    counts,
-    num_experts,
-    num_tiles,
-    BM: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    starts, ends = _starts(counts, EXPERTS, ALIGNMENT, ROWS)
-    experts = tl.arange(0, EXPERTS)
-    tl.store(counts_ptr + experts, counts, mask=experts < num_experts)
-    tl.store(ends_ptr + experts, ends, mask=experts < num_experts)
-    _write_tiles(table, counts, starts, num_tiles, BM, EXPERTS)
-
-
-@triton.jit
-def _count_all(ids_ptr, num_slots, num_experts, EXPERTS: tl.constexpr, STEP: tl.constexpr, CHECK: tl.constexpr):
-    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for start in range(0, num_slots, STEP):
-        counts += _count(_load_ids(ids_ptr, start + tl.arange(0, STEP), num_slots, num_experts, CHECK), EXPERTS)
-    return counts
-
-
-@triton.jit
-def _write_rows(order, row_map, slots, num_slots, expert, row):
-    tl.store(order + row, slots, mask=expert >= 0)
-    tl.store(row_map + slots, tl.where(expert < 0, -1, row), mask=slots < num_slots)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _sort_pairwise(
-    ids_ptr,
-    order,
-    row_map,
-    counts_ptr,
-    ends_ptr,
-    table,
-    num_slots,
-    num_experts,
-    num_tiles,
-    BM: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    COUNT_STEP: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """The first program makes the tiles; each other one counts how many slots come before each of its own."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    if program == 0:
-        counts = _count_all(ids_ptr, num_slots, num_experts, EXPERTS, COUNT_STEP, CHECK)
-        _write_groups(counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, BM, EXPERTS, ALIGNMENT, ROWS)
-    else:
-        # Back to back, a slot's row is the number of slots before it; otherwise its place inside the group counts.
-        DENSE: tl.constexpr = ALIGNMENT == 1 and ROWS == 0
-        mine = (program - 1) * BLOCK + tl.arange(0, BLOCK)
-        expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
-        row = tl.zeros((BLOCK,), dtype=tl.int32)
-        for start in range(0, num_slots, STEP):
-            others = start + tl.arange(0, STEP)
-            other = _load_ids(ids_ptr, others, num_slots, num_experts, False)
-            before = (other[None, :] == expert[:, None]) & (others[None, :] < mine[:, None])
-            if DENSE:
-                before = before | ((other[None, :] >= 0) & (other[None, :] < expert[:, None]))
-            row += tl.sum(before.to(tl.int32), axis=1)
-        if not DENSE:
-            counts = _count_all(ids_ptr, num_slots, num_experts, EXPERTS, COUNT_STEP, False)
-            starts, _ = _starts(counts, EXPERTS, ALIGNMENT, ROWS)
-            row += tl.gather(starts, tl.where(expert < 0, 0, expert), 0)
-        _write_rows(order, row_map, mine, num_slots, expert, row)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _count_blocks(
-    ids_ptr, counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHECK: tl.constexpr
-):
-    block = tl.program_id(0)
-    ids = _load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts, CHECK)
-    experts = tl.arange(0, EXPERTS)
-    tl.store(counts + block * num_experts + experts, _count(ids, EXPERTS), mask=experts < num_experts)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _place_blocks(
-    ids_ptr,
-    by_block,
-    order,
-    row_map,
-    counts_ptr,
-    ends_ptr,
-    table,
-    num_slots,
-    num_experts,
-    num_tiles,
-    num_blocks,
-    BM: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rows of one block: after the same expert in earlier blocks, in order inside the block."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    block = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    earlier = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in range(0, num_blocks, 16):
-        blocks = first + tl.arange(0, 16)[:, None]
-        there = (blocks < num_blocks) & (experts[None, :] < num_experts)
-        count = tl.load(by_block + blocks * num_experts + experts[None, :], mask=there, other=0)
-        counts += tl.sum(count, axis=0)
-        earlier += tl.sum(tl.where(blocks < block, count, 0), axis=0)
-    starts, _ = _starts(counts, EXPERTS, ALIGNMENT, ROWS)
-    mine = block * BLOCK + tl.arange(0, BLOCK)
-    expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
-    row = tl.gather(starts + earlier, tl.where(expert < 0, 0, expert), 0)
-    for start in range(0, BLOCK, 32):
-        others = block * BLOCK + start + tl.arange(0, 32)
-        other = _load_ids(ids_ptr, others, num_slots, num_experts, False)
-        same = (other[None, :] == expert[:, None]) & (others[None, :] < mine[:, None])
-        row += tl.sum(same.to(tl.int32), axis=1)
-    _write_rows(order, row_map, mine, num_slots, expert, row)
-    if block == 0:
-        _write_groups(counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, BM, EXPERTS, ALIGNMENT, ROWS)

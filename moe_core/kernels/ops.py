@@ -1,0 +1,270 @@
+"""The blocks that a plugin is built from, each in torch and in Triton behind one name: what to import from here.
+
+On a GPU, beside an installed Triton, these run its kernels, in one launch each (sorting many tokens takes two); on
+other devices, and inside `torch.compile`, torch does the same. Both give the same bits, but for an activation's last
+ones. Nothing here waits for a GPU, and everything may be captured in a graph there. On CPU, sizes that depend on data
+are exact instead of bounds.
+
+Letters are those of `moe_core.payloads`. Rows that a format leaves undefined may hold anything, NaN included: they are
+read by nothing here and undefined in every result. Which rows exist is said by one tensor, `real`: for flat rows `[R]`
+int32, each row's expert or -1 (`row_experts` makes it); for blocks of rows `[L]` int32, the rows of each expert
+(`masked_m`); None where all exist. Ids and rows are in range, or nothing holds: `checks.check_ids` looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+
+import torch
+
+from moe_core.activation import ActivationSpec
+from moe_core.errors import InputError
+from moe_core.kernels import activation as torch_activation
+from moe_core.kernels import codes as torch_codes
+from moe_core.kernels import combine as torch_combine
+from moe_core.kernels import permute as torch_permute
+from moe_core.kernels.permute import Permutation
+from moe_core.kernels.scale_layouts import code_format
+from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
+from moe_core.specs import TokenDtype
+
+
+def sort_by_expert(topk_ids: Tensor, num_experts: int, *, alignment: int = 1) -> Permutation:
+    """Give every slot a row, grouped by expert; inside an expert, tokens keep their order.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64 local ids, any strides, -1 = no expert; an id twice in one row has two rows.
+        num_experts: Local experts `L`.
+        alignment: Every group is padded to a multiple of it.
+
+    Returns:
+        Rows, counts and group ends; `num_rows` is a bound on GPUs (`permute.max_rows`).
+    """
+    if not _uses_triton(topk_ids):
+        return torch_permute.permute(topk_ids, num_experts, alignment)
+    from moe_core.kernels.triton import sort
+
+    with _on_device(topk_ids):
+        return sort.permute(topk_ids, num_experts, alignment)
+
+
+def permute_contiguous(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    alignment: int = 1,
+    row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    column_major: bool = False,
+) -> tuple[ContiguousTokens, Tensor]:
+    """Tokens to rows grouped by expert; each token is read once.
+
+    Args:
+        hidden_states: `[T, H]` of any dtype.
+        topk_ids: `[T, K]` as in `sort_by_expert`.
+        num_experts: Local experts `L`.
+        alignment: Every group is padded to a multiple of it: 128 for many grouped GEMMs.
+        row_weights: `[T, K]`, multiplies each float row in fp32, rounded once; None for plain copies.
+        scales: `[T, G]` of quantized tokens, of one or four bytes each, any strides; `[T, 1]` for one per token.
+        column_major: Whether the rows' scales come out with stride 1 along the rows, padded to 16 bytes (as in
+            `column_128` and `ue8m0_128`), instead of row by row.
+
+    Returns:
+        The tokens, and `row_map [T, K]` int32: the row of each slot, -1 for none, which `combine` takes.
+
+    Raises:
+        InputError: `row_weights` for tokens that are codes.
+    """
+    _check_weights(hidden_states, row_weights)
+    if not _uses_triton(hidden_states):
+        moved = torch_permute.permute_contiguous
+    else:
+        from moe_core.kernels.triton import permute as triton_permute
+
+        moved = triton_permute.permute_contiguous
+    with _on_device(hidden_states):
+        return moved(
+            hidden_states,
+            topk_ids,
+            num_experts,
+            alignment=alignment,
+            row_weights=row_weights,
+            scales=scales,
+            column_major=column_major,
+        )
+
+
+def permute_masked(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    rows_per_expert: int,
+    *,
+    row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    column_major: bool = False,
+) -> tuple[MaskedTokens, Tensor]:
+    """Tokens to one block of `M` rows per expert; arguments as in `permute_contiguous`.
+
+    Args:
+        hidden_states: `[T, H]`.
+        topk_ids: `[T, K]`.
+        num_experts: Local experts `L`.
+        rows_per_expert: `M`: `T` suffices where no token names an expert twice, `T * K` always. A slot that finds its
+            block full gets no row, and `masked_m` exceeds `M` then: the caller's to check.
+        row_weights: `[T, K]` or None.
+        scales: `[T, G]` or None; out come `[L, M, G]`.
+        column_major: As there, block by block.
+
+    Returns:
+        The tokens, and `row_map [T, K]` int32 into the flattened `[L * M]` rows.
+
+    Raises:
+        InputError: As there.
+    """
+    _check_weights(hidden_states, row_weights)
+    if not _uses_triton(hidden_states):
+        moved = torch_permute.permute_masked
+    else:
+        from moe_core.kernels.triton import permute as triton_permute
+
+        moved = triton_permute.permute_masked
+    with _on_device(hidden_states):
+        return moved(
+            hidden_states,
+            topk_ids,
+            num_experts,
+            rows_per_expert,
+            row_weights=row_weights,
+            scales=scales,
+            column_major=column_major,
+        )
+
+
+def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int) -> Tensor:
+    """`[R]` int32: the expert of each contiguous row, -1 for padding and past the last group.
+
+    Args:
+        num_tokens_per_expert: `[L]` int32.
+        group_ends: `[L]` int32.
+        num_rows: `R`.
+    """
+    if not _uses_triton(group_ends):
+        return torch_permute.row_experts(num_tokens_per_expert, group_ends, num_rows)
+    from moe_core.kernels.triton import permute as triton_permute
+
+    with _on_device(group_ends):
+        return triton_permute.row_experts(num_tokens_per_expert, group_ends, num_rows)
+
+
+def activate(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None) -> Tensor:
+    """`[R, 2I]` or `[L, M, 2I]` (`I` when not gated) -> `[..., I]` in the same dtype; fp32 inside, rounded once.
+
+    Args:
+        hidden: Of any float dtype and strides.
+        spec: Every variant but `module`.
+        real: The rows that exist.
+
+    Raises:
+        SpecError: An activation that is no formula.
+    """
+    if not _uses_triton(hidden):
+        return torch_activation.activate(hidden, spec, real=real)
+    from moe_core.kernels.triton import activation as triton_activation
+
+    with _on_device(hidden):
+        return triton_activation.activate_rows(hidden, spec, real=real)
+
+
+def quantize(
+    rows: Tensor, token_dtype: TokenDtype, *, activation: ActivationSpec | None = None, real: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows, or of an activation of them, in one pass.
+
+    scale = amax / largest code of each group, a division in fp32 rounded to nearest; as a power of two, the next that
+    is not less. code = value / scale, again a division, half to even, saturating. Zeros are zeros and their scale is
+    zero: there is no floor. NaN makes its group's scale NaN (an exponent of 255), and codes of integers zero. An
+    activation is computed in fp32 and not rounded before.
+
+    Args:
+        rows: `[R, C]` or `[L, M, C]` of any float dtype and strides; `2C` before a gated activation.
+        token_dtype: `fp8` (e4m3) or `int8`, with scales `row_128`, `column_128`, `ue8m0_128` or `token`.
+        activation: Applied first, None for none.
+        real: The rows that exist.
+
+    Returns:
+        Codes `[..., C]`, contiguous, and scales: fp32 `[..., ceil(C / 128)]` row by row (`row_128`) or with stride 1
+        along the rows and columns padded to 16 bytes (`column_128`); in that order int32 `[..., ceil(C / 512)]`, four
+        exponent bytes each, the first in the low byte, 0 past the last group (`ue8m0_128`); fp32 `[...]` (`token`).
+
+    Raises:
+        SpecError: Another dtype or layout, or an activation that is no formula.
+    """
+    dtype, _ = code_format(token_dtype)
+    if not _uses_triton(rows) or not _has_codes(dtype, rows.device):
+        return torch_codes.quantize(rows, token_dtype, activation=activation, real=real)
+    from moe_core.kernels.triton import quantize as triton_quantize
+
+    with _on_device(rows):
+        return triton_quantize.quantize(rows, token_dtype, activation=activation, real=real)
+
+
+def combine(
+    rows: Tensor,
+    row_map: Tensor,
+    topk_weights: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scaling_factor: float = 1.0,
+) -> Tensor:
+    """Sum each token's rows in slot order, in fp32, rounded once; product and sum are separate roundings.
+
+    Args:
+        rows: `[R, H]` or `[L, M, H]`, any float dtype.
+        row_map: `[T, K]` int32 or int64, row of each slot, -1 = none: skipped, whatever its weight.
+        topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
+        dtype: Of the result.
+        scaling_factor: Multiplies the sum, before it is rounded.
+
+    Returns:
+        `[T, H]`; zeros for a token without any row.
+    """
+    flat = rows.reshape(-1, rows.shape[-1])
+    if not _uses_triton(rows):
+        return torch_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
+    from moe_core.kernels.triton import combine as triton_combine
+
+    with _on_device(rows):
+        return triton_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
+
+
+def _check_weights(hidden_states: Tensor, row_weights: Tensor | None) -> None:
+    if row_weights is not None and hidden_states.itemsize == 1:
+        raise InputError(f"row_weights multiply float tokens, got {hidden_states.dtype}: weight the experts' outputs")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _uses_triton(tensor: Tensor) -> bool:
+    # The compiler fuses torch's operations itself, and cannot look into launches.
+    return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+
+
+@functools.cache
+def _has_codes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device converts to `dtype`: e4m3 is in NVIDIA GPUs from compute capability 8.9 on."""
+    if dtype == torch.int8 or device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """That device as the current one, where kernels are launched; torch's own operations need no telling."""
+    is_launched = tensor.device.type == "cuda" and _uses_triton(tensor)
+    return torch.cuda.device(tensor.device) if is_launched else contextlib.nullcontext()

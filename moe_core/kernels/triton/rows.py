@@ -1,0 +1,59 @@
+"""Which rows a program works on, and where what belongs to them lies."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.payloads import Tensor
+
+#: Programs that keep a GPU busy; more rows than that are given to them in runs.
+_PROGRAMS = 2048
+_MOST_ROWS = 8
+
+
+def rows_per_program(num_rows: int, real: Tensor | None) -> int:
+    """Neighbouring rows for one program: several where most may be none, which then costs one look."""
+    if real is None:
+        return 1
+    return min(_MOST_ROWS, max(1, num_rows // _PROGRAMS))
+
+
+def flat_rows(rows: Tensor) -> Tensor:
+    """`[..., C]` -> `[R, C]` with unit stride along C, as kernels want it; a copy only where strides forbid a view."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+@triton.jit
+def row_range(tiles, index, run, num_rows):
+    """First row and row after the last of program `index`: of a tile, or of a run of neighbours without a table."""
+    # Wide, since rows are multiplied by their length.
+    first = index.to(tl.int64) * run
+    end = tl.minimum(first + run, num_rows)
+    if tiles is not None:
+        first = tl.load(tiles + 3 * index + 1).to(tl.int64)
+        end = tl.minimum(first + run, tl.load(tiles + 3 * index + 2).to(tl.int64))
+        # The other fields of an unused entry hold nothing.
+        end = tl.where(tl.load(tiles + 3 * index) < 0, first, end)
+    return first, end
+
+
+@triton.jit
+def exists(real, row, block_rows, BLOCKS: tl.constexpr):
+    """Whether `row` exists: `real` holds the rows of each block, or the expert of each row; all exist if None."""
+    there = row >= 0
+    if real is not None:
+        if BLOCKS:
+            block = row // block_rows
+            there = row - block * block_rows < tl.load(real + block)
+        else:
+            there = tl.load(real + row) >= 0
+    return there
+
+
+@triton.jit
+def scale_offset(row, block_rows, stride_block, stride_row):
+    """Where the scales of `row` begin, which is the row of its block or, in one block, of all."""
+    block = row // block_rows
+    return block * stride_block + (row - block * block_rows) * stride_row
