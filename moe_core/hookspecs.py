@@ -143,7 +143,8 @@ def process_weights_after_loading(  # type: ignore[empty-body]
         plan: The layer's plan; its `weight_layout` tag is the one to produce.
         weights: Canonical tensors of this rank's experts: `w13 [L, 2I, H]` rows [gate; up] (not gated:
             `[L, I, H]`; interleaved where `plan.request.activation.row_order` says so), `w2 [L, H, I]`, `b13`, `b2`,
-            scales; any strides. `weights.release(e)`, if not None, gives expert `e`'s raw memory back.
+            scales; any strides. `weights.release(e)`, if not None, gives expert `e`'s raw memory back: call it once
+            for each expert that was copied.
         out: None to make new tensors; otherwise the earlier result, to be refilled in the same storage and given
             the callables of `weights` (the core binds again if these have changed).
 
@@ -162,8 +163,11 @@ def process_weights_after_loading(  # type: ignore[empty-body]
         ...     if out is None:
         ...         borrowed = {n: PreparedTensor(data=t, owned=False) for n, t in weights.tensors.items()}
         ...         return PreparedWeights(layout="toy", tensors=borrowed)
-        ...     for name, tensor in weights.tensors.items():
-        ...         out[name].copy_(tensor)
+        ...     for expert in range(len(weights.tensors["w13"])):
+        ...         for name, tensor in weights.tensors.items():
+        ...             out[name][expert].copy_(tensor[expert])
+        ...         if weights.release is not None:
+        ...             weights.release(expert)
         ...     return out
 
     Since: hook API 1.
@@ -184,8 +188,9 @@ def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> Expe
 
     Returns:
         For `standard`: `experts(StandardTokens) -> [T, H]`, weighted and summed over K, in the layer's dtype.
-        For `contiguous` and `masked`: `experts(tokens) -> [R, H]` or `[L, M, H]`, unweighted; rows beyond the
-        counts may hold anything. For `fused`: `experts(hidden_states, topk_ids, topk_weights) -> [T, H]`.
+        For `contiguous` and `masked`: `experts(tokens) -> [R, H]` or `[L, M, H]`, unweighted, in the layer's dtype (in
+        fp16 layers also in fp32); rows beyond the counts may hold anything.
+        For `fused`: `experts(hidden_states, topk_ids, topk_weights) -> [T, H]`.
 
     Example:
         >>> from moe_core.hookspecs import hookimpl

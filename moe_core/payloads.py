@@ -81,9 +81,10 @@ Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
 #: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; the handle goes to the combine of this dispatch.
 #: The ids are slots: expert-parallel rank r owns those of `LayerRequest.local_slots(r)`, whatever the placement.
 DispatchFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Dispatched, Any]]
-#: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype.
+#: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype; takes all that an `ExpertsFn` may give.
 CombineFn: TypeAlias = Callable[[Tensor, Any], Tensor]
-#: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted).
+#: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted), in the layer's
+#: dtype; unweighted rows of an fp16 layer may be fp32 too, since they may exceed its largest number.
 ExpertsFn: TypeAlias = Callable[[Dispatched], Tensor]
 #: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`; ids as in `DispatchFn`.
 FusedFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -133,8 +134,9 @@ class RawWeights:
         activation: The callable of an activation of kind `module`.
         post_norm: The callable after each expert's down projection, for layers that have one.
         handed_over: Whether the receiver may keep these tensors instead of copying them.
-        release: Called with a local expert id once nothing reads its raw memory any more, by whoever copied it: a
-            preparation that makes its own tensors, or the layer for tensors that were borrowed.
+        release: Called once with each local expert id as soon as nothing reads its raw memory any more, by whoever
+            copied it: a preparation that makes its own tensors (a reload always does), or the layer for tensors that
+            were borrowed.
     """
 
     tensors: dict[str, Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from moe_core import hookspecs
-from moe_core.errors import PluginError
+from moe_core.errors import PluginError, UnknownNameError
 from moe_core.hookspecs import PROJECT
 from moe_core.specs import HOOK_API, PluginSpec
 
@@ -27,13 +27,24 @@ _VARIABLE_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def check_module(module: object) -> types.ModuleType:
-    """Raise `PluginError` unless `module` is a module whose functions called like hooks are marked as such."""
+    """Raise unless `module` is a module whose functions called like hooks are marked as such, and no others are.
+
+    Raises:
+        PluginError: No module, or an unmarked function that is called like a hook.
+        UnknownNameError: A marked function that no hook is called like.
+    """
     if not isinstance(module, types.ModuleType):
         raise PluginError(f"a plugin is a module, got {type(module).__name__}")
     for name in HOOKS:
         value = vars(module).get(name)
         if value is not None and not hasattr(value, f"{PROJECT}_impl") and not hasattr(value, f"{PROJECT}_spec"):
             raise PluginError(f"{name} is not marked with @hookimpl")
+    for name, value in vars(module).items():
+        marked = getattr(value, f"{PROJECT}_impl", None)
+        hook = (marked.get("specname") or name) if isinstance(marked, dict) else None
+        # A private name is a variable that holds a hook, as pluggy sees it too.
+        if hook is not None and not hook.startswith("_") and hook not in HOOKS:
+            raise UnknownNameError("hook", hook, HOOKS)
     return module
 
 

@@ -30,7 +30,12 @@ def encode_message(hidden_states: Tensor, local_ids: Tensor, topk_weights: Tenso
     if token_dtype.dtype not in TORCH_DTYPES:
         parts = list(_quantize(hidden_states, token_dtype))
     parts += [local_ids.int(), topk_weights.float()]
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([_bytes_of(part) for part in parts], dim=1)
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """`[T, N]` -> uint8 `[T, N * size]`; an axis of length zero or one may have any stride, so its rows are counted."""
+    return part.reshape(-1).contiguous().view(torch.uint8).view(part.shape[0], part.shape[1] * part.dtype.itemsize)
 
 
 def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: TokenDtype) -> StandardTokens:
@@ -41,7 +46,11 @@ def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: T
         dtypes.append((torch.float32, code_format(token_dtype)[1].num_groups(hidden_size)))
     dtypes += [(torch.int32, top_k), (torch.float32, top_k)]
     parts = torch.split(message, [dtype.itemsize * width for dtype, width in dtypes], dim=1)
-    tensors = [part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, dtypes, strict=True)]
+    # Always a copy: a single row counts as contiguous, wherever it begins.
+    tensors = [
+        part.clone(memory_format=torch.contiguous_format).view(dtype)
+        for part, (dtype, _) in zip(parts, dtypes, strict=True)
+    ]
     return StandardTokens(
         hidden_states=tensors[0],
         scales=tensors[1] if is_quantized else None,

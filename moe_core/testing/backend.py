@@ -12,13 +12,16 @@ import torch
 from moe_core.environment import Environment, probe_environment
 from moe_core.errors import PluginError
 from moe_core.manager import BackendManager
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec
-from moe_core.testing.cells import pairs_of
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, TokenDtype
+from moe_core.testing import wire
 from moe_core.testing.outcome import ConformanceError
+from moe_core.testing.pairs import pairs_of, uses, wire_pairs_of, wire_tokens
 from moe_core.vocabulary import ANY
 
 #: The plugin whose dispatchers and runners help out where the one under test has none.
 HELPER = "moe_core.backends.torch.plugin"
+#: The kit's own, for token dtypes that no other part sends or reads.
+WIRE = "moe_core.testing.wire"
 
 
 class Backend:
@@ -64,7 +67,7 @@ class Backend:
         except (PluginError, AttributeError) as error:
             raise ConformanceError(f"plugin {self.module.__name__} cannot be registered: {error}") from error
         self.spec: PluginSpec = self.manager.require(self.name)
-        for companion in (HELPER, *companions):
+        for companion in (HELPER, WIRE, *companions):
             module = importlib.import_module(companion)
             if module is not self.module:
                 self.manager.register(module.declare_backends().name, module)
@@ -98,9 +101,26 @@ class Backend:
 
     @property
     def pairs(self) -> list[Candidate]:
-        """Every pair to check; see `cells.pairs_of`."""
-        others = [part for spec in self.manager.specs() if spec.name != self.name for part in _parts(spec)]
-        return pairs_of(self.own_parts, tuple(others))
+        """Every pair to check; see `pairs.pairs_of`."""
+        return pairs_of(self.own_parts, self._parts_but_of(self.name, wire.NAME))
+
+    @property
+    def wire_pairs(self) -> list[Candidate]:
+        """Further pairs, for quantized tokens that none of `pairs` uses; see `pairs.wire_pairs_of`."""
+        return wire_pairs_of(self.own_parts, self.pairs, _parts(self.manager.require(wire.NAME)))
+
+    @property
+    def unknown_tokens(self) -> dict[str, tuple[TokenDtype, ...]]:
+        """Full name of each own part -> its quantized token dtypes that no pair can be made for."""
+        known = (*self.pairs, *self.wire_pairs)
+        return {
+            part.full_name: left
+            for part in self.own_parts
+            if (left := tuple(token for token in wire_tokens(part) if not uses(known, part, token)))
+        }
+
+    def _parts_but_of(self, *names: str) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:
+        return tuple(part for spec in self.manager.specs() if spec.name not in names for part in _parts(spec))
 
 
 def _parts(spec: PluginSpec) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:

@@ -13,8 +13,10 @@ from moe_core.measurements import MeasurementTable
 from moe_core.payloads import TORCH_DTYPES, ExpertGroup, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
+from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import relevant_reasons
+from moe_core.specs import TokenDtype
 from moe_core.testing.backend import Backend
 from moe_core.testing.cells import Cell
 from moe_core.testing.compare import Tokens, require_answer
@@ -65,17 +67,23 @@ class Bench:
         self.request = cell.request(self.sizes, **changes)
         self.group = group or ExpertGroup(size=cell.ep_size)
         self.plan = _plan(backend, cell, self.request)
+        _require_tokens(cell, self.plan.routes[0].token_dtype, self.request.quant.w13)
         self.tolerance = tolerance(self.request, self.plan.routes[0].token_dtype)
 
     @functools.cached_property
     def stored(self) -> StoredLayer:
         """The layer's weights, of all ranks' experts."""
-        return draw_layer(_without_pins(self.request))
+        return self.drawn(0)
 
     @functools.cached_property
     def other(self) -> StoredLayer:
         """Other weights of the same layer, for reloads."""
-        return draw_layer(_without_pins(self.request), seed=1)
+        return self.drawn(1)
+
+    def drawn(self, seed: int, one_input_scale: bool = False) -> StoredLayer:
+        """Weights of this layer; tokens that arrive rounded have one calibrated scale for all experts."""
+        is_rounded = self.plan.routes[0].token_dtype.scales != "none"
+        return draw_layer(_without_pins(self.request), seed, one_input_scale or is_rounded)
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -134,7 +142,7 @@ class Bench:
     ) -> None:
         """Raise `ConformanceError` unless the output (default: of a forward now) is the answer."""
         got = self.run(tokens) if output is None else output
-        require_answer(got, (stored or self.stored).reference, tokens, self.tolerance, what)
+        require_answer(got, stored or self.stored, tokens, self.tolerance, what)
 
 
 def _without_pins(request: LayerRequest) -> LayerRequest:
@@ -148,6 +156,14 @@ def _without_pins(request: LayerRequest) -> LayerRequest:
         deterministic=False,
         workloads=(Workload(),),
     )
+
+
+def _require_tokens(cell: Cell, chosen: TokenDtype, scheme: QuantScheme) -> None:
+    """Raise `NotRun` where the cell's token dtype cannot be asked for, or has no meaning with its scheme."""
+    if cell.token_dtype not in (None, chosen):
+        raise NotRun(f"the dispatch dtype {chosen.dtype} means {chosen} here; {cell.token_dtype} is never chosen")
+    if chosen.scales == "block_16" and not scheme.has_input_global_scale:
+        raise NotRun(f"tokens of {chosen} need the calibrated scale of their scheme, {scheme} has none")
 
 
 def _plan(backend: Backend, cell: Cell, request: LayerRequest) -> MoEPlan:

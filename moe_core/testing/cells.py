@@ -17,12 +17,16 @@ from moe_core.errors import SpecError
 from moe_core.quant import SCHEMES, WHOLE, LayerQuant, QuantScheme
 from moe_core.quant.scheme import ACTIVATION_DTYPES, ACTIVATION_SCALING, SCALE_DTYPES, WEIGHT_DTYPES
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Limit, TokenDtype
+from moe_core.specs import Candidate, Limit, TokenDtype
 from moe_core.testing.sizes import Sizes, base_sizes
 from moe_core.vocabulary import ANY, PHASES
 
 #: What a layer may have besides; the field of a runner's spec, and of the request.
 FEATURES = ("bias", "weight_on_input", "post_norm")
+
+
+#: Token dtypes of four bits.
+_PACKED = ("int4", "nvfp4", "mxfp4")
 
 
 @attrs.frozen(kw_only=True)
@@ -53,9 +57,11 @@ class Cell:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The limits of both specs."""
+        """The limits of both specs, and that packed tokens come in pairs."""
         dispatcher = self.pair.dispatcher
-        return (*(dispatcher.spec.limits if dispatcher else ()), *self.pair.runner.spec.limits)
+        is_packed = self.token_dtype is not None and self.token_dtype.dtype in _PACKED
+        packing = (Limit("hidden_size", "multiple_of", 2),) if is_packed else ()
+        return (*packing, *(dispatcher.spec.limits if dispatcher else ()), *self.pair.runner.spec.limits)
 
     @property
     def format(self) -> str:
@@ -233,42 +239,3 @@ def _made(pattern: QuantScheme) -> Iterator[QuantScheme]:
             yield QuantScheme(**dict(zip(fixed, values, strict=True)))
         except SpecError:
             continue
-
-
-def serves_one_rank(pair: Candidate) -> bool:
-    """Whether no limit asks for several expert-parallel ranks."""
-    parts = (pair.dispatcher, pair.runner) if pair.dispatcher else (pair.runner,)
-    return all(limit.allows(1) for part in parts for limit in part.spec.limits if limit.field == "ep_size")
-
-
-def pairs_of(
-    own: tuple[DeclaredDispatcher | DeclaredRunner, ...], others: tuple[DeclaredDispatcher | DeclaredRunner, ...]
-) -> list[Candidate]:
-    """The pairs of one format with at least one part of the plugin under test.
-
-    Parts of other plugins help out: a dispatcher for a runner that has none of its own for one rank, and one runner for
-    a dispatcher that has none.
-    """
-    dispatchers, runners = _by_kind(own)
-    found = [Candidate(None, runner) for runner in runners if runner.spec.format == "fused"]
-    found += _joined(dispatchers, runners)
-    alone = [runner for runner in runners if not any(p.runner == runner and serves_one_rank(p) for p in found)]
-    helping_dispatchers, helping_runners = _by_kind(others)
-    found += [pair for pair in _joined(helping_dispatchers, alone) if serves_one_rank(pair)]
-    for dispatcher in dispatchers:
-        if all(pair.dispatcher != dispatcher for pair in found):
-            found += _joined([dispatcher], helping_runners)[:1]
-    return found
-
-
-def _by_kind(
-    parts: Iterable[DeclaredDispatcher | DeclaredRunner],
-) -> tuple[list[DeclaredDispatcher], list[DeclaredRunner]]:
-    listed = list(parts)
-    dispatchers = [part for part in listed if isinstance(part, DeclaredDispatcher)]
-    return dispatchers, [part for part in listed if isinstance(part, DeclaredRunner)]
-
-
-def _joined(dispatchers: Iterable[DeclaredDispatcher], runners: Iterable[DeclaredRunner]) -> list[Candidate]:
-    pairs = [Candidate(dispatcher, runner) for dispatcher in dispatchers for runner in runners]
-    return [pair for pair in pairs if pair.has_one_format]

@@ -86,6 +86,14 @@ def decode_e2m1(packed: Tensor) -> Tensor:
     return sizes[codes & 7] * (1.0 - 2.0 * (codes >> 3))
 
 
+def encode_e2m1(values: Tensor) -> Tensor:
+    """Nearest e2m1 codes, one in a byte; NaN becomes anything."""
+    sizes = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
+    rounded = round_to_e2m1(values)
+    code = torch.searchsorted(sizes, rounded.abs().nan_to_num(0.0))
+    return (code + 8 * torch.signbit(rounded)).to(torch.uint8)
+
+
 def decode_int4(packed: Tensor) -> Tensor:
     """Packed two's complement int4 -> values -8..7."""
     codes = unpack_nibbles(packed)

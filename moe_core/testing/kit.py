@@ -13,9 +13,10 @@ from moe_core.feasibility import machine_reasons
 from moe_core.specs import Candidate, PluginSpec
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
-from moe_core.testing.cells import Cell, cells_of, serves_one_rank
-from moe_core.testing.checks import declaration, dispatch, execution, numerics, ranks, routing, weights
+from moe_core.testing.cells import Cell, cells_of
+from moe_core.testing.checks import declaration, dispatch, execution, numerics, ranks, routing, shares, weights
 from moe_core.testing.outcome import Case, ConformanceError, NotRun
+from moe_core.testing.pairs import serves_one_rank
 
 
 def _always(cell: Cell) -> bool:
@@ -47,6 +48,11 @@ def _rounds_activations(cell: Cell) -> bool:
     return cell.quant.w13.activation_dtype != "same"
 
 
+def _has_input_scales(cell: Cell) -> bool:
+    schemes = (cell.quant.w13, cell.quant.w2)
+    return any(scheme.activation_scaling == "static" for scheme in schemes)
+
+
 def _is_deterministic(cell: Cell) -> bool:
     return all(part.spec.deterministic for part in (cell.pair.dispatcher, cell.pair.runner) if part is not None)
 
@@ -67,11 +73,13 @@ class CellCheck:
         function: The check.
         when: Cells that it is about; it runs on the first such cell of each pair.
         by: `pair`; `scheme` runs it on the first such cell of each scheme of the pair, `cell` on all of them.
+        on_wire: Whether it runs on pairs that are made for a token dtype alone, too.
     """
 
     function: Callable[[Bench], None]
     when: Callable[[Cell], bool] = _always
     by: str = "pair"
+    on_wire: bool = False
 
     def picks(self, cells: Sequence[Cell], schemes: str = "all") -> list[Cell]:
         """The cells to run it on.
@@ -97,19 +105,20 @@ PLUGIN_CHECKS: tuple[Callable[[Backend], None], ...] = (
     declaration.check_foreign_plans,
 )
 CELL_CHECKS: tuple[CellCheck, ...] = (
-    CellCheck(numerics.check_answer, by="cell"),
+    CellCheck(numerics.check_answer, by="cell", on_wire=True),
     CellCheck(numerics.check_gate_up_order, _is_gated, by="scheme"),
     CellCheck(numerics.check_activation_parameters, _has_parameters),
     CellCheck(numerics.check_router_weights),
     CellCheck(numerics.check_features, lambda cell: bool(cell.feature), by="cell"),
     CellCheck(numerics.check_activation_rounding, _rounds_activations, by="scheme"),
+    CellCheck(numerics.check_activation_scales, _has_input_scales, by="scheme"),
     CellCheck(numerics.check_output_form, by="scheme"),
-    CellCheck(routing.check_missing_experts),
+    CellCheck(routing.check_missing_experts, on_wire=True),
     CellCheck(routing.check_idle_experts),
     CellCheck(routing.check_one_expert),
     CellCheck(routing.check_no_tokens, by="scheme"),
     CellCheck(routing.check_repeated_ids),
-    CellCheck(routing.check_row_counts, by="scheme"),
+    CellCheck(routing.check_row_counts, by="scheme", on_wire=True),
     CellCheck(routing.check_id_layouts),
     CellCheck(routing.check_bad_ids),
     CellCheck(weights.check_prepared_form, by="scheme"),
@@ -119,15 +128,17 @@ CELL_CHECKS: tuple[CellCheck, ...] = (
     CellCheck(weights.check_released_memory, by="scheme"),
     CellCheck(weights.check_weight_strides, by="scheme"),
     CellCheck(weights.check_callables, _has_callable),
-    CellCheck(execution.check_padding, _has_padding, by="scheme"),
+    CellCheck(shares.check_tensor_parallel, by="scheme"),
+    CellCheck(shares.check_expert_copies),
+    CellCheck(execution.check_padding, _has_padding, by="scheme", on_wire=True),
     CellCheck(execution.check_uninitialised_memory, by="scheme"),
     CellCheck(execution.check_inputs),
     CellCheck(execution.check_process_state),
-    CellCheck(execution.check_odd_sizes, by="scheme"),
+    CellCheck(execution.check_odd_sizes, by="scheme", on_wire=True),
     CellCheck(execution.check_batch_invariance, _is_deterministic),
     CellCheck(execution.check_repeatability, _is_repeatable),
-    CellCheck(dispatch.check_dispatched_form, _has_dispatcher),
-    CellCheck(dispatch.check_round_trip, _has_dispatcher),
+    CellCheck(dispatch.check_dispatched_form, _has_dispatcher, on_wire=True),
+    CellCheck(dispatch.check_round_trip, _has_dispatcher, on_wire=True),
     CellCheck(dispatch.check_graph_capture, _is_graph_safe),
     CellCheck(ranks.check_replicated_ranks, lambda cell: ranks.takes_replicated_tokens(cell.pair)),
 )
@@ -179,23 +190,36 @@ class Kit:
             yield _case(check, self.backend.name, functools.partial(check, self.backend))
         has_run_here = False
         for pair in self.backend.pairs:
-            reasons = self._machine_reasons(pair)
-            if reasons:
-                cells = cells_of(pair, quick=self.quick)
-                yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({len(cells)} cells)"))
-                continue
-            if serves_one_rank(pair):
-                schemes = ("first" if has_run_here else "element") if self.quick else "all"
-                yield from self._cell_cases(cells_of(pair, quick=self.quick), schemes)
-                has_run_here = True
-            if ranks.takes_distributed_tokens(pair):
-                function = ranks.check_distributed_ranks
-                yield _case(function, pair.full_name, functools.partial(function, self.backend, pair))
+            schemes = ("first" if has_run_here else "element") if self.quick else "all"
+            yield from self._pair_cases(pair, schemes, CELL_CHECKS)
+            has_run_here |= serves_one_rank(pair) and not self._machine_reasons(pair)
+        tried = {part for pair in self.backend.pairs for part in (pair.dispatcher, pair.runner)}
+        for pair in self.backend.wire_pairs:
+            is_first = not {pair.dispatcher, pair.runner} & tried
+            checks = CELL_CHECKS if is_first else tuple(check for check in CELL_CHECKS if check.on_wire)
+            yield from self._pair_cases(pair, "element" if is_first else "first", checks)
+            tried |= {pair.dispatcher, pair.runner}
+        for name, tokens in self.backend.unknown_tokens.items():
+            reason = f"the kit has no form of tokens in {', '.join(map(str, tokens))}, nor does another part share it"
+            yield _case(numerics.check_answer, name, _not_run(reason))
 
-    def _cell_cases(self, cells: Sequence[Cell], schemes: str) -> Iterator[Case]:
+    def _pair_cases(self, pair: Candidate, schemes: str, checks: Sequence[CellCheck]) -> Iterator[Case]:
+        is_quick = self.quick or len(checks) < len(CELL_CHECKS)
+        reasons = self._machine_reasons(pair)
+        if reasons:
+            cells = cells_of(pair, quick=is_quick)
+            yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({len(cells)} cells)"))
+            return
+        if serves_one_rank(pair):
+            yield from self._cell_cases(cells_of(pair, quick=is_quick), schemes, checks)
+        if ranks.takes_distributed_tokens(pair):
+            function = ranks.check_distributed_ranks
+            yield _case(function, pair.full_name, functools.partial(function, self.backend, pair))
+
+    def _cell_cases(self, cells: Sequence[Cell], schemes: str, checks: Sequence[CellCheck]) -> Iterator[Case]:
         """The cases of one pair. Benches are shared: most checks use the same layer."""
         bench = functools.lru_cache(maxsize=8)(functools.partial(Bench, self.backend))
-        for check in CELL_CHECKS:
+        for check in checks:
             for cell in check.picks(cells, schemes):
                 yield _case(check.function, str(cell), functools.partial(_on_bench, check.function, bench, cell))
 

@@ -14,11 +14,7 @@ import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
-from moe_core.testing.rounding import Rounder
-
-
-def _identity(rows: Tensor) -> Tensor:
-    return rows
+from moe_core.testing.rounding import Rounder, unrounded
 
 
 def _element_wise(x: Tensor, spec: ActivationSpec) -> Tensor:
@@ -73,8 +69,8 @@ class ReferenceLayer:
     module: ActivationFn | None = None
     post_norm: PostNormFn | None = None
     weight_on_input: bool = False
-    round1: Rounder = _identity
-    round2: Rounder = _identity
+    round1: Rounder = unrounded
+    round2: Rounder = unrounded
     weighting: Callable[[float], float] = float
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -97,9 +93,10 @@ class ReferenceLayer:
 
     def _slots(self, rows: Tensor, experts: list[int], weights: Tensor) -> Tensor:
         """What each slot adds to its token: its token's row `[S, H]` -> `[S, H]`."""
-        h = _by_expert(self.round1(rows * weights if self.weight_on_input else rows), self.w13, self.b13, experts)
+        rows = self.round1(rows * weights if self.weight_on_input else rows, experts)
+        h = _by_expert(rows, self.w13, self.b13, experts)
         h = self.module(h) if self.module is not None else activate(h, self.activation)
-        out = _by_expert(self.round2(h), self.w2, self.b2, experts)
+        out = _by_expert(self.round2(h, experts), self.w2, self.b2, experts)
         out = out if self.post_norm is None else self.post_norm(out)
         return out if self.weight_on_input else out * weights
 

@@ -14,10 +14,10 @@ import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.payloads import ActivationFn, PostNormFn, RawWeights, Tensor
-from moe_core.quant import QuantScheme
+from moe_core.quant import LayerQuant, QuantScheme
 from moe_core.request import LayerRequest
-from moe_core.testing.formats import decode
-from moe_core.testing.outcome import NotRun
+from moe_core.testing.formats import E4M3_MAX
+from moe_core.testing.meaning import ReadFn, stored_values
 from moe_core.testing.reference import ReferenceLayer
 from moe_core.testing.rounding import LARGEST, activation_rounder
 from moe_core.weights.expected import Expected, expected_tensors
@@ -37,12 +37,14 @@ class StoredLayer:
     Attributes:
         tensors: Canonical name -> tensor with every expert of the layer.
         reference: What they mean.
+        quant: Their schemes, as one rank holds them.
         activation: The callable of an activation of kind `module`.
         post_norm: The norm after each expert, for layers that have one.
     """
 
     tensors: dict[str, Tensor]
     reference: ReferenceLayer
+    quant: LayerQuant
     activation: ActivationFn | None
     post_norm: PostNormFn | None
 
@@ -52,12 +54,37 @@ class StoredLayer:
         tensors = {name: tensor[owned].to(device) for name, tensor in self.tensors.items()}
         return RawWeights(tensors=tensors, activation=self.activation, post_norm=self.post_norm)
 
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether activation scales are stored."""
+        return any(_is_input_scale(name) for name in self.tensors)
 
-def draw_layer(request: LayerRequest, seed: int = 0) -> StoredLayer:
-    """Random weights of a request; equal requests and seeds give the same tensors, so change nothing in them."""
+    def reread(self, values: ReadFn) -> ReferenceLayer:
+        """The layer that someone sees who takes its stored tensors for something else.
+
+        Args:
+            values: Another `stored_values`.
+        """
+        activation = self.reference.activation
+        w13, w2 = (values(name, self.tensors, getattr(self.quant, name), activation) for name in ("w13", "w2"))
+        return attrs.evolve(self.reference, w13=w13, w2=w2)
+
+
+def draw_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> StoredLayer:
+    """Random weights of a request; equal arguments give the same tensors, so change nothing in them.
+
+    Args:
+        request: The layer.
+        seed: Of the draw.
+        one_input_scale: Whether all experts share the calibrated activation scale, as they must where tokens are
+            rounded before it is known which expert reads them.
+    """
     # Codes and scales know of the activation only where gate and up rows lie.
     rows = ActivationSpec(gated=request.activation.gated, row_order=request.activation.row_order)
     drawn = _draw(attrs.evolve(request, activation=rows, weight_on_input=False, post_norm=False), seed)
+    if one_input_scale:
+        shared = {n: torch.full_like(t, input_unit(n, request)) for n, t in drawn.tensors.items() if _is_input_scale(n)}
+        drawn = attrs.evolve(drawn, tensors=drawn.tensors | shared)
     module = _module_of(request.activation)
     post_norm = _post_norm if request.post_norm else None
     reference = ReferenceLayer(
@@ -69,10 +96,28 @@ def draw_layer(request: LayerRequest, seed: int = 0) -> StoredLayer:
         module=module,
         post_norm=post_norm,
         weight_on_input=request.weight_on_input,
-        round1=activation_rounder(request.local_quant.w13, _input_scale("w13", drawn.tensors)),
-        round2=activation_rounder(request.local_quant.w2, _input_scale("w2", drawn.tensors)),
+        round1=activation_rounder(request.local_quant.w13, drawn.tensors.get("w13_input_scale")),
+        round2=activation_rounder(request.local_quant.w2, drawn.tensors.get("w2_input_scale")),
     )
-    return StoredLayer(tensors=drawn.tensors, reference=reference, activation=module, post_norm=post_norm)
+    return StoredLayer(
+        tensors=drawn.tensors,
+        reference=reference,
+        quant=request.local_quant,
+        activation=module,
+        post_norm=post_norm,
+    )
+
+
+def _is_input_scale(name: str) -> bool:
+    return name.endswith("_input_scale")
+
+
+def input_unit(name: str, request: LayerRequest) -> float:
+    """The activation scale of a projection (`w13...` or `w2...`) from the largest value that its calibration saw."""
+    projection = name.partition("_")[0]
+    scheme = getattr(request.local_quant, projection)
+    unit = _CALIBRATED[projection] / LARGEST[scheme.activation_dtype]
+    return unit / (E4M3_MAX if scheme.activation_scale == "e4m3" else 1.0)
 
 
 @attrs.frozen(eq=False)
@@ -91,6 +136,8 @@ def _draw(request: LayerRequest, seed: int) -> _Drawn:
     for name, scheme in (("w13", request.local_quant.w13), ("w2", request.local_quant.w2)):
         halves = request.activation.rows_per_channel if name == "w13" else 1
         part = _draw_projection(name, scheme, expected, halves, request.activation, generator)
+        if f"{name}_input_scale" in expected:
+            part[f"{name}_input_scale"] = input_unit(name, request) * _spread_out(request.num_experts, generator)
         tensors.update(part)
         values[name] = stored_values(name, part, scheme, request.activation)
     for name in ("b13", "b2"):
@@ -98,11 +145,6 @@ def _draw(request: LayerRequest, seed: int) -> _Drawn:
             tensors[name] = (torch.randn(expected[name].shape, generator=generator) / 4).to(expected[name].dtypes[0])
             values[name] = tensors[name].double()
     return _Drawn(tensors, values)
-
-
-def _input_scale(name: str, tensors: dict[str, Tensor]) -> float | None:
-    scale = tensors.get(f"{name}_input_scale")
-    return None if scale is None else float(scale[0])
 
 
 def _draw_projection(
@@ -134,12 +176,12 @@ def _draw_projection(
     if f"{name}_zero_point" in expected:
         zero = torch.randint(-3, 4, expected[f"{name}_zero_point"].shape, generator=generator)
         tensors[f"{name}_zero_point"] = zero.to(torch.int8)
-    if f"{name}_input_scale" in expected:
-        # One value for all experts: backends may round a token before they know its expert.
-        unit_scale = _CALIBRATED[name] / LARGEST[scheme.activation_dtype]
-        unit_scale /= 448.0 if scheme.activation_scale == "e4m3" else 1.0
-        tensors[f"{name}_input_scale"] = torch.full(expected[f"{name}_input_scale"].shape, unit_scale)
     return tensors
+
+
+def _spread_out(num_experts: int, generator: torch.Generator) -> Tensor:
+    """Of each expert another factor, so far apart that small scales saturate: one for all is then plainly wrong."""
+    return torch.empty(num_experts).uniform_(math.log(0.15), math.log(1.2), generator=generator).exp()
 
 
 def _gate_factor(num_rows: int, halves: int, activation: ActivationSpec) -> Tensor:
@@ -181,40 +223,33 @@ def _as_scale(factor: Tensor, word: str, dtype: torch.dtype) -> Tensor:
     return factor.to(dtype)
 
 
-def stored_values(name: str, tensors: dict[str, Tensor], scheme: QuantScheme, activation: ActivationSpec) -> Tensor:
-    """Float64 `[E, N, K]` of one projection's stored tensors, as `RawWeights` and `QuantScheme` define them."""
-    codes = decode(tensors[name], scheme.weight_dtype)
-    if not scheme.is_quantized:
-        return codes
-    zero = tensors.get(f"{name}_zero_point")
-    if zero is not None:
-        codes = codes - _spread(zero.double(), codes, scheme, activation)
-    values = codes * _spread(decode(tensors[f"{name}_scale"], scheme.weight_scale), codes, scheme, activation)
-    factor = tensors.get(f"{name}_global_scale")
-    if factor is not None:
-        values = values * _by_half(factor.double().view(codes.shape[0], -1), codes.shape[1], activation)
-    return values
+def without_last_channel(stored: StoredLayer) -> StoredLayer:
+    """The layer whose last intermediate channel is padding: zero codes, as a loader fills up the last rank's share.
+
+    With zero points a zero code is a number like others; such layers stay as they are.
+    """
+    if any(scheme.zero_point is True for scheme in (stored.quant.w13, stored.quant.w2)):
+        return stored
+    activation = stored.reference.activation
+    halves = 2 if activation.gated else 1
+    rows = stored.reference.w13.shape[1]
+    last = [rows - 2, rows - 1] if activation.row_order == "interleaved" else [rows // halves - 1, rows - 1]
+    tensors = {name: tensor.clone() for name, tensor in stored.tensors.items()}
+    tensors["w13"].view(torch.uint8)[:, last] = 0
+    if stored.quant.w2.weight_bits == 4:
+        tensors["w2"][:, :, -1] &= 0x0F
+    else:
+        tensors["w2"].view(_BITS[tensors["w2"].dtype.itemsize])[:, :, -1] = 0
+    b13 = stored.reference.b13
+    if b13 is not None:
+        tensors["b13"][:, last] = 0
+        b13 = tensors["b13"].double()
+    changed = attrs.evolve(stored, tensors=tensors)
+    return attrs.evolve(changed, reference=attrs.evolve(changed.reread(stored_values), b13=b13))
 
 
-def _by_half(factors: Tensor, num_rows: int, activation: ActivationSpec) -> Tensor:
-    """`[E, 1]` or `[E, 2]` (gate, up) -> `[E, num_rows, 1]`."""
-    index = torch.arange(num_rows)
-    both = factors.shape[1] == 2
-    half = (index % 2 if activation.row_order == "interleaved" else index * 2 // num_rows) if both else index * 0
-    return factors[:, half, None]
-
-
-def _spread(scale: Tensor, codes: Tensor, scheme: QuantScheme, activation: ActivationSpec) -> Tensor:
-    """One factor per scale -> one per code."""
-    if not isinstance(scheme.weight_block, tuple):
-        raise NotRun(f"{scheme}: no block, so its scales have no meaning")
-    if scheme.is_per_tensor:
-        return _by_half(scale, codes.shape[1], activation)
-    if scheme.scales_whole_rows:
-        return scale[..., None]
-    across, along = scheme.block_of(codes.shape[1], codes.shape[2])
-    rows, columns = torch.arange(codes.shape[1]) // across, torch.arange(codes.shape[2]) // along
-    return scale[:, rows][:, :, columns]
+#: Integers of as many bytes, whose zero is every format's zero.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _module_of(activation: ActivationSpec) -> ActivationFn | None:

@@ -25,6 +25,7 @@ import math
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
 from moe_core.specs import TokenDtype
+from moe_core.testing.tokens import rounds_as
 
 #: Explicit fraction bits of each layer dtype.
 FRACTION_BITS = {"fp32": 23, "bf16": 7, "fp16": 10}
@@ -76,6 +77,9 @@ def _flips(scheme: QuantScheme, unit: float, width: int) -> float:
 
 
 def _wire(token_dtype: TokenDtype, scheme: QuantScheme) -> float:
-    """Tokens that travel in the scheme's own dtype are rounded as the reference rounds them; others once more."""
-    sent = {"mxfp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}.get(token_dtype.dtype, token_dtype.dtype)
-    return 0.0 if sent == scheme.activation_dtype else STEP[sent] ** 2 / 12
+    """Tokens that are sent as the scheme rounds them are what the reference sees; others are rounded another way."""
+    code, group, scale = rounds_as(token_dtype)
+    if (code, group, scale) == (scheme.activation_dtype, scheme.activation_group, scheme.activation_scale):
+        return 0.0
+    # In the scheme's own dtype but by other groups, the sent values stay as they are, and the reference rounds its own.
+    return STEP[code] ** 2 / 12 * (2 if code == scheme.activation_dtype else 1)

@@ -221,3 +221,15 @@ def test_a_message_holds_tokens_scales_ids_and_weights(token_dtype: TokenDtype, 
     # Three fraction bits: half a step is 1/16 of the value.
     assert ((values - hidden_states.float()).abs() <= hidden_states.float().abs() / 16 + 1e-6).all()
     assert (values[2] == 0).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+@pytest.mark.parametrize("token_dtype", [TokenDtype("fp8", "row_128"), TokenDtype("bf16")], ids=str)
+def test_messages_of_few_tokens_with_any_strides(token_dtype: TokenDtype, num_tokens: int) -> None:
+    # An odd number of bytes before the ids, and one slot whose stride means nothing.
+    hidden_states = torch.randn(num_tokens, 65).bfloat16()
+    topk_ids, topk_weights = torch.randint(-1, 5, (1, num_tokens)).T, torch.rand(1, num_tokens).T
+    tokens = decode_message(encode_message(hidden_states, topk_ids, topk_weights, token_dtype), 65, 1, token_dtype)
+    assert torch.equal(tokens.topk_ids, topk_ids.int())
+    assert torch.equal(tokens.topk_weights, topk_weights)
+    assert tokens.hidden_states.shape == hidden_states.shape

@@ -21,8 +21,6 @@ IN_FILES = {
     "sets_a_variable_plugin": ("process_state", "changed os.environ['TOY_MODE']"),
     "sums_twice_plugin": ("distributed_ranks", "rank 0 of 3"),
 }
-#: Checks that no fake can fail here, and why.
-WITHOUT_FAKE = {"graph_capture": "needs a GPU: see tests/testing/test_on_gpu.py"}
 _TITLE = """# What the checks of the conformance kit catch
 
 One deliberately wrong backend per check (`tests/testing/fakes`), each run through the whole kit. Written by

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,43 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     sys.modules.pop("acme_plugin", None)
     (message,) = re.findall(r"It prints, among others:\n\n```\n(.*?)```", text, flags=re.DOTALL)
     assert message in capsys.readouterr().out
+
+
+def _blocks(page: str) -> list[tuple[str, str]]:
+    """Title and text of every Python block."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"```python(?: title=\"(\w+\.py)\")?\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["expert_parallel.md", "quantization.md", "another_machine.md"])
+def test_a_how_to_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for title, code in _blocks(page):
+        if not title:
+            exec(code, names)
+    printed = capsys.readouterr().out
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for message in re.findall(r"It prints(?:, among others)?:\n\n```\n(.*?)```", text, flags=re.DOTALL):
+        assert message.strip() in printed
+
+
+def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
+    ((title, code),) = [block for block in _blocks("expert_parallel.md") if block[0]]
+    (tmp_path / title).write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / title]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 holds experts [0, 1, 2]; any: torch:torch_alltoall.standard + torch:torch.standard" in done.stdout
+    assert "rank 1 holds experts [3, 4, 5]" in done.stdout
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = set(re.findall(r"\]\(([\w.]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in ("index.md", "expert_parallel.md", "quantization.md", "another_machine.md"):
+        assert f"(docs/{page})" in readme
 
 
 @pytest.mark.parametrize("name", ["hooks.md", "capabilities.md"])

@@ -1,4 +1,4 @@
-"""What only a GPU shows: the torch backend's captured forwards, and a wrong one."""
+"""What only a GPU shows: the captured forwards of the built-in backends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from moe_core.testing.outcome import PASSED
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_captured_forwards_of_the_torch_backend() -> None:
-    kit = Kit("moe_core.backends.torch.plugin", quick=True)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_captured_forwards(name: str) -> None:
+    kit = Kit(f"moe_core.backends.{name}.plugin", quick=True)
     results = [case.run() for case in kit.cases() if case.check == "graph_capture"]
     assert results
     assert [result for result in results if result.status != PASSED] == []

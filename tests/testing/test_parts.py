@@ -19,16 +19,18 @@ from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, SCHEMES, Laye
 from moe_core.specs import Limit
 from moe_core.testing import BackendConformance, Case, ConformanceError, Kit, NotRun, formats
 from moe_core.testing.cells import activations_of, cells_of, schemes_of
-from moe_core.testing.compare import problem_of, readings, relative_error, require_apart
+from moe_core.testing.compare import problem_of, relative_error, require_answer, require_apart
 from moe_core.testing.memory import PoisonedMemory, State
 from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED
 from moe_core.testing.parallel import run_cases
 from moe_core.testing.ranks import RankError, run_on_ranks
+from moe_core.testing.readings import readings
 from moe_core.testing.rounding import activation_rounder
 from moe_core.testing.sizes import base_sizes, odd_sizes
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
+W4A16_ZERO = QuantScheme(weight_dtype="int4", weight_block=(1, 32), weight_scale="bf16", zero_point=True)
 REQUEST = LayerRequest(num_experts=5, top_k=2, hidden_size=64, intermediate_size=48)
 
 
@@ -73,8 +75,7 @@ def test_packed_codes_agree_with_the_acceptance_oracle() -> None:
 def test_activation_rounding_agrees_with_the_acceptance_oracle(scheme: str, quantize: object) -> None:
     rows = torch.randn(9, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows[3] = 0.0
-    scale = float(torch.tensor(0.002))
-    rounded = activation_rounder(SCHEMES[scheme], scale)(rows)
+    rounded = activation_rounder(SCHEMES[scheme], torch.tensor([0.002]))(rows, [0] * len(rows))
     assert relative_error(rounded, quantize(rows).deq) < 1e-7  # type: ignore[operator]
 
 
@@ -123,7 +124,7 @@ def test_readings_of_a_layer_are_far_apart(name: str) -> None:
         REQUEST, quant=quant, hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size
     )
     try:
-        layer = draw_layer(request).reference
+        layer = draw_layer(request)
     except NotRun as reason:
         pytest.skip(str(reason))
     generator = torch.Generator().manual_seed(0)
@@ -137,13 +138,31 @@ def test_readings_of_a_layer_are_far_apart(name: str) -> None:
 
 
 def test_readings_without_a_difference_prove_nothing() -> None:
-    layer = draw_layer(REQUEST).reference
+    layer = draw_layer(REQUEST)
     tokens = (torch.randn(3, 64), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
     with pytest.raises(ConformanceError, match="proves nothing"):
         require_apart(layer, "applied twice", tokens, 0.01)
     with pytest.raises(NotRun, match="cannot be misread"):
         require_apart(layer, "biases", tokens, 0.01)
     assert len({reading.name for reading in readings(layer)}) == len(list(readings(layer)))
+
+
+@pytest.mark.parametrize("quant", [NVFP4, W4A16_ZERO, toy.STATIC_INT8], ids=str)
+def test_a_misreading_is_named(quant: QuantScheme) -> None:
+    request = attrs.evolve(REQUEST, quant=quant, bias=True)
+    stored, limit = draw_layer(request), tolerance(request)
+    generator = torch.Generator().manual_seed(3)
+    tokens = (torch.randn(9, 64, generator=generator), torch.randint(-1, 5, (9, 2)), torch.rand(9, 2) / 2 + 0.25)
+    named = 0
+    for reading in readings(stored):
+        output = reading.layer(*tokens)
+        if problem_of(output, stored.reference(*tokens), limit) is None:
+            continue
+        with pytest.raises(ConformanceError) as raised:
+            require_answer(output, stored, tokens, limit, "an output")
+        # Two of them may be as near to each other as the tolerance; the first is named then.
+        named += str(raised.value).endswith(f"it is what comes out if {reading.name}")
+    assert named > 15
 
 
 @pytest.mark.parametrize(

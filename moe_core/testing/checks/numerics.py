@@ -9,9 +9,9 @@ import torch
 
 from moe_core.payloads import TORCH_DTYPES
 from moe_core.testing.bench import Bench
-from moe_core.testing.compare import APART, problem_of, relative_error, require_apart
+from moe_core.testing.compare import APART, Tokens, problem_of, relative_error, require_apart
 from moe_core.testing.outcome import NotRun, require
-from moe_core.testing.rounding import LARGEST
+from moe_core.testing.rounding import LARGEST, unrounded
 from moe_core.testing.stored import StoredLayer
 
 #: Size of the values beside an outlier, such that the outlier itself is finite in fp16.
@@ -31,14 +31,14 @@ def check_answer(bench: Bench) -> None:
 def check_gate_up_order(bench: Bench) -> None:
     """The gate is the first half of `w13` (even rows if interleaved), on weights where the halves differ."""
     tokens = bench.tokens()
-    require_apart(bench.stored.reference, "gate and up rows of w13 are swapped", tokens, bench.tolerance)
+    require_apart(bench.stored, "gate and up rows of w13 are swapped", tokens, bench.tolerance)
     bench.require(tokens, "gate and up of different size")
 
 
 def check_activation_parameters(bench: Bench) -> None:
     """alpha, limit, beta and clamp are honoured, on values that they change."""
     tokens = bench.tokens()
-    require_apart(bench.stored.reference, "alpha, limit and beta are ignored", tokens, bench.tolerance)
+    require_apart(bench.stored, "alpha, limit and beta are ignored", tokens, bench.tolerance)
     bench.require(tokens, str(bench.cell.activation))
 
 
@@ -46,7 +46,7 @@ def check_router_weights(bench: Bench) -> None:
     """Router weights are applied exactly once: neither left out nor squared; they are neither one nor sum to one."""
     tokens = bench.tokens()
     for name in ("router weights are not applied", "router weights are applied twice"):
-        require_apart(bench.stored.reference, name, tokens, bench.tolerance)
+        require_apart(bench.stored, name, tokens, bench.tolerance)
     bench.require(tokens, "router weights that do not sum to one")
     # Half precision weights are used as fp32, not the other way round.
     hidden, ids, weights = tokens
@@ -62,7 +62,7 @@ def check_features(bench: Bench) -> None:
         "post_norm": "norm after each expert is left out",
     }
     tokens = bench.tokens()
-    require_apart(bench.stored.reference, names[bench.cell.feature], tokens, bench.tolerance)
+    require_apart(bench.stored, names[bench.cell.feature], tokens, bench.tolerance)
     bench.require(tokens, f"a layer with {bench.cell.feature}")
 
 
@@ -80,8 +80,8 @@ def check_activation_rounding(bench: Bench) -> None:
     hidden = hidden * _SMALL
     hidden[:, ::width] = _outlier(scheme.activation_dtype)
     tokens = (hidden, ids, weights)
-    stored = _without_channels(bench.stored, width, packed=scheme.weight_bits == 4)
-    exact = attrs.evolve(stored.reference, round1=lambda rows: rows)
+    stored = _without_channels(bench.drawn(0, one_input_scale=True), width, packed=scheme.weight_bits == 4)
+    exact = attrs.evolve(stored.reference, round1=unrounded)
     distance = relative_error(exact(*tokens), stored.reference(*tokens))
     proves = f"this check proves nothing here: rounded and exact activations are {distance:.2g} apart"
     require(distance > APART * bench.tolerance, proves)
@@ -89,6 +89,15 @@ def check_activation_rounding(bench: Bench) -> None:
     looks_exact = problem_of(output, exact(*tokens), bench.tolerance) is None
     require(not looks_exact, f"activations are not rounded to {scheme.activation_dtype}, as {scheme} says they are")
     bench.require(tokens, "activations beside an outlier", output, stored)
+
+
+def check_activation_scales(bench: Bench) -> None:
+    """Calibrated activation scales are those of each expert, on a layer where they differ."""
+    if bench.plan.routes[0].token_dtype.scales != "none":
+        raise NotRun("tokens that are rounded before it is known which expert reads them have one scale for all")
+    tokens = bench.tokens()
+    require_apart(bench.stored, "first expert's activation scale", tokens, bench.tolerance)
+    bench.require(tokens, "activation scales that differ by expert")
 
 
 def _outlier(dtype: str) -> float:
@@ -110,7 +119,7 @@ def _without_channels(stored: StoredLayer, width: int, packed: bool) -> StoredLa
 
 
 def check_output_form(bench: Bench) -> None:
-    """The output has the layer's dtype, the input's shape and device, and memory of its own."""
+    """Output and rows have the layer's dtype; the output has the input's shape and device, and memory of its own."""
     tokens = bench.tokens()
     output = bench.run(tokens)
     dtype = TORCH_DTYPES[bench.request.dtype]
@@ -119,3 +128,19 @@ def check_output_form(bench: Bench) -> None:
     require(output.device == tokens[0].device, f"the output lies on {output.device}, the input on {tokens[0].device}")
     inputs = {tensor.untyped_storage().data_ptr() for tensor in tokens}
     require(output.untyped_storage().data_ptr() not in inputs, "the output shares memory with an input")
+    _check_rows(bench, tokens)
+
+
+def _check_rows(bench: Bench, tokens: Tokens) -> None:
+    """What the experts hand to combine, which may know of no other dtype."""
+    route, request = bench.route, bench.request
+    if route.dispatch is None or route.experts is None:
+        return
+    dispatched, _ = route.dispatch(*tokens)
+    rows = route.experts(dispatched)
+    allowed = [request.dtype]
+    if request.dtype == "fp16" and bench.cell.format != "standard":
+        # An unweighted row may exceed its largest number.
+        allowed.append("fp32")
+    fits = rows.dtype in [TORCH_DTYPES[word] for word in allowed]
+    require(fits, f"the experts give rows in {rows.dtype} to combine, expected {' or '.join(allowed)}")

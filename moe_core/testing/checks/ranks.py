@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import attrs
@@ -14,9 +15,11 @@ from moe_core.placement import ExpertPlacement
 from moe_core.specs import Candidate
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
-from moe_core.testing.cells import Cell, cells_of, serves_one_rank
+from moe_core.testing.cells import Cell, cells_of
+from moe_core.testing.checks.shares import placement_with_copies
 from moe_core.testing.compare import problem_of
 from moe_core.testing.outcome import ConformanceError, NotRun, require
+from moe_core.testing.pairs import serves_one_rank
 from moe_core.testing.ranks import RankError, run_on_ranks
 
 #: Sizes of a group, the best first: no divisor of five experts, and few enough for a small machine.
@@ -51,14 +54,23 @@ def check_replicated_ranks(bench: Bench) -> None:
     """Every rank has all tokens: the parts of the ranks add up to the answer, once, however experts are placed."""
     size = group_size(bench.cell.pair) or 0
     cell = attrs.evolve(bench.cell, ep_size=size, token_placement="replicated")
-    for kind in ("contiguous", "round_robin"):
+    for placement in _placements_of(cell):
         total, last = torch.zeros(()), None
         for rank in range(size):
             group = ExpertGroup(rank=rank, size=size)
-            last = Bench(bench.backend, cell, group=group, placement=ExpertPlacement(kind))
+            last = Bench(bench.backend, cell, group=group, placement=placement)
             total = total + last.run(last.tokens()).cpu().double()
         if last is not None:
-            last.require(last.tokens(), f"the sum over {size} ranks with {kind} experts", total)
+            text = f"the sum over {size} ranks with {placement.kind} experts"
+            last.require(last.tokens(), text, total)
+
+
+def _placements_of(cell: Cell) -> list[ExpertPlacement]:
+    """Experts in their order, dealt out, and in any slots with copies where the limits allow that."""
+    found = [ExpertPlacement("contiguous"), ExpertPlacement("round_robin")]
+    with contextlib.suppress(NotRun):
+        found.append(placement_with_copies(cell))
+    return found
 
 
 def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
@@ -71,16 +83,22 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     if backend.device == "cuda" and torch.cuda.device_count() < size:
         raise NotRun(f"{size} ranks need as many GPUs, found {torch.cuda.device_count()}")
     cells = _rank_cells(backend, pair, size)
-    benches = [Bench(backend, cell) for cell in cells]
-    arguments = (*backend.names, backend.environment, backend.device, cells)
+    layers = [(cell, ExpertPlacement()) for cell in cells]
+    layers += [(cells[0], placement) for placement in _placements_of(cells[0])[1:]] if cells else []
+    benches = [Bench(backend, cell, placement=placement) for cell, placement in layers]
+    arguments = (*backend.names, backend.environment, backend.device, layers)
     transport = "nccl" if backend.device == "cuda" else "gloo"
     try:
         answers = run_on_ranks(_outputs, [arguments] * size, transport)
     except TimeoutError as error:
         raise ConformanceError(f"{size} ranks, one without tokens, hang: {error}") from error
-    for rank, outputs in enumerate(answers):
-        if isinstance(outputs, RankError):
-            raise ConformanceError(f"rank {rank} of {size}, {_RAGGED[rank]} tokens: it raised {outputs.text}")
+    # All of them: where one rank stops, the others only say that it has gone.
+    raised = [
+        f"rank {rank} of {size}, {_RAGGED[rank]} tokens: it raised {answer.text}"
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, RankError)
+    ]
+    require(not raised, "; ".join(raised))
     for index, bench in enumerate(benches):
         for rank in range(size):
             _compare(bench, rank, size, answers[rank][index])
@@ -88,7 +106,7 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
 
 def _compare(bench: Bench, rank: int, size: int, output: Any) -> None:
     tokens = bench.tokens(_RAGGED[rank], seed=rank)
-    where = f"{bench.cell}: rank {rank} of {size}, {_RAGGED[rank]} tokens"
+    where = f"{bench.cell}, {bench.request.placement.kind} experts: rank {rank} of {size}, {_RAGGED[rank]} tokens"
     problem = problem_of(torch.from_numpy(output), bench.stored.reference(*tokens), bench.tolerance)
     require(problem is None, f"{where}: {problem}")
 
@@ -109,18 +127,18 @@ def _outputs(
     companions: tuple[str, ...],
     environment: Environment,
     device: str,
-    cells: list[Cell],
+    layers: list[tuple[Cell, ExpertPlacement]],
 ) -> list[Any]:
-    """A rank's job: its output of the second of two forwards for each cell, as arrays."""
+    """A rank's job: its output of the second of two forwards for each layer, as arrays."""
     backend = Backend(plugin, environment=environment, device=device, companions=companions)
     found = []
-    for cell in cells:
-        bench = Bench(backend, cell, group=group)
+    for cell, placement in layers:
+        bench = Bench(backend, cell, group=group, placement=placement)
         try:
             bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank + 50))
             output = bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank))
         except MoeCoreError as error:
-            error.add_note(f"cell {cell}")
+            error.add_note(f"cell {cell}, {placement.kind} experts")
             raise
         found.append(output.detach().double().cpu().numpy())
     return found

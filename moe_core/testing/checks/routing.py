@@ -21,7 +21,7 @@ def check_missing_experts(bench: Bench) -> None:
     ids = ids.clone()
     ids[0::3, -1] = -1
     tokens = (hidden, ids, weights)
-    require_apart(bench.stored.reference, "-1 is read as the last expert", tokens, bench.tolerance)
+    require_apart(bench.stored, "-1 is read as the last expert", tokens, bench.tolerance)
     bench.require(tokens, "slots with id -1")
     ids[1], hidden = -1, hidden.clone()
     hidden[1] = torch.nan
@@ -70,7 +70,7 @@ def check_repeated_ids(bench: Bench) -> None:
     ids = ids.clone()
     ids[:, 1] = ids[:, 0]
     tokens = bench.tokens(ids=ids)
-    require_apart(bench.stored.reference, "an expert that occurs twice in a row counts once", tokens, bench.tolerance)
+    require_apart(bench.stored, "an expert that occurs twice in a row counts once", tokens, bench.tolerance)
     bench.require(tokens, "one expert twice in every row")
 
 

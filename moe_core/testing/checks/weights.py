@@ -75,7 +75,7 @@ def check_rebalancing(bench: Bench) -> None:
 
 
 def check_released_memory(bench: Bench) -> None:
-    """Raw memory that was given back with `release` is not read any more."""
+    """A preparation that copies gives back each expert's raw memory, once, and does not read it any more."""
     for reload in (False, True):
         raw = bench.raw(bench.other)
         released: list[int] = []
@@ -86,11 +86,13 @@ def check_released_memory(bench: Bench) -> None:
         if not released and not reload and any(not tensor.owned for tensor in prepared.tensors.values()):
             # Nothing was copied: the layer that owns the weights releases them.
             continue
+        advice = "call weights.release(expert) when it has been copied, so that two copies of a layer never exist"
+        kept = sorted(set(range(len(bench.experts))) - set(released))
+        require(not kept, f"{'a reload' if reload else 'a load'} keeps the raw memory of experts {kept}: {advice}")
         require(len(released) == len(set(released)), f"expert memory was released twice: {released}")
-        if released:
-            tokens = bench.tokens()
-            text = "after the raw memory that was released had been overwritten"
-            bench.require(tokens, text, bench.run(tokens, bench.bind(prepared)), bench.other)
+        tokens = bench.tokens()
+        text = "after the raw memory that was released had been overwritten"
+        bench.require(tokens, text, bench.run(tokens, bench.bind(prepared)), bench.other)
 
 
 def check_weight_strides(bench: Bench) -> None:

@@ -22,12 +22,14 @@ from moe_core.payloads import (
     StandardTokens,
 )
 from moe_core.plan import MoEPlan, Route
-from moe_core.quant import BF16, W8A8_INT8
+from moe_core.quant import BF16, PER_TENSOR, W8A8_INT8
 from moe_core.specs import DispatcherSpec, Limit, PluginSpec, RunnerSpec, TokenDtype
 
 Tensor = torch.Tensor
 LAYOUT = "toy"
 BF16_TOKENS = (TokenDtype("bf16"),)
+#: int8 activations with a calibrated scale for each expert.
+STATIC_INT8 = attrs.evolve(W8A8_INT8, activation_scaling="static", activation_group=PER_TENSOR)
 
 
 @attrs.define(eq=False)
@@ -60,9 +62,13 @@ def activate(h: Tensor, weights: Weights) -> Tensor:
     return value * (up + spec.beta)
 
 
-def round_row(row: Tensor) -> Tensor:
-    scale = row.abs().amax() / 127.0
-    return row if scale == 0 else (row / scale).round() * scale
+def rounded(row: Tensor, name: str, expert: int, weights: Weights) -> Tensor:
+    """A row as the GEMM of `name` reads it."""
+    if not weights.rounds:
+        return row
+    static = weights.tensors.get(f"{name}_input_scale")
+    scale = row.abs().amax() / 127.0 if static is None else static[expert]
+    return row if scale == 0 else (row / scale).round().clamp(-128, 127) * scale
 
 
 def matrix(name: str, expert: int, weights: Weights) -> Tensor:
@@ -74,11 +80,11 @@ def matrix(name: str, expert: int, weights: Weights) -> Tensor:
 def expert_row(row: Tensor, expert: int, weights: Weights) -> Tensor:
     """One row `[H]` through one expert, in fp32 and unweighted."""
     x = row.float()
-    h = matrix("w13", expert, weights) @ (round_row(x) if weights.rounds else x)
+    h = matrix("w13", expert, weights) @ rounded(x, "w13", expert, weights)
     if "b13" in weights.tensors:
         h = h + weights.tensors["b13"][expert].float()
     a = activate(h, weights)
-    out = matrix("w2", expert, weights) @ (round_row(a) if weights.rounds else a)
+    out = matrix("w2", expert, weights) @ rounded(a, "w2", expert, weights)
     if "b2" in weights.tensors:
         out = out + weights.tensors["b2"][expert].float()
     return out if weights.post_norm is None else weights.post_norm(out[None])[0]
@@ -109,7 +115,7 @@ def standard(tokens: StandardTokens, row: Callable[[Tensor, int], Tensor]) -> Te
 
 def fused(plan: MoEPlan, hidden: Tensor, ids: Tensor, weights: Tensor, row: Callable[[Tensor, int], Tensor]) -> Tensor:
     """One call for everything, ids checked."""
-    check_ids(ids, plan.request.num_experts)
+    check_ids(ids, plan.request.num_slots)
     return standard(StandardTokens(hidden_states=hidden, topk_ids=ids, topk_weights=weights), row)
 
 
@@ -144,7 +150,7 @@ def dispatch(
     plan: MoEPlan, group: ExpertGroup, hidden: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[ContiguousTokens, Any]:
     """Rows by local expert, each group padded to the alignment."""
-    check_ids(ids, plan.request.num_experts)
+    check_ids(ids, plan.request.num_slots)
     return group_rows(hidden, ids, weights, plan.request.local_slots(group.rank), ALIGNMENT)
 
 
@@ -262,7 +268,7 @@ def hooks_of(name: str, parts: Parts) -> dict[str, Callable[..., Any]]:
 
     def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> Any:
         tensors = {key: tensor.data for key, tensor in weights.tensors.items()}
-        rounds = plan.request.quant.w13 == W8A8_INT8
+        rounds = plan.request.quant.w13.activation_dtype == "int8"
         bound = Weights(tensors, weights.activation, weights.post_norm, plan.request.activation, rounds)
         return (parts.bind or experts_of)(parts, bound, plan)
 

@@ -10,8 +10,25 @@ from typing import Any
 import attrs
 import torch
 import toy_backend as toy
-from toy_backend import LAYOUT, Parts, Tensor, Weights, expert_row
+from captured_backends import Planned, graph_safe, on_the_host, uploading, with_mask
+from toy_backend import LAYOUT, Parts, Tensor, Weights
+from wrong_numbers import (
+    coarse_row,
+    exact_row,
+    first_scale_row,
+    gelu_row,
+    inverted_scales_row,
+    plain_row,
+    sixteenths_row,
+    swapped_row,
+    transposed_row,
+    unbiased_row,
+    weighted_twice,
+    wide_output,
+    wide_rows,
+)
 
+from moe_core.activation import ActivationSpec
 from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.quant import W8A8_INT8
 
@@ -26,48 +43,6 @@ class Fake:
 
     def module(self, name: str) -> types.ModuleType:
         return toy.make_plugin(name, self.parts())
-
-
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def swapped_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    half = weights.tensors["w13"].shape[1] // 2
-    tensors = {name: t.roll(half, 1) if name in ("w13", "b13") else t for name, t in weights.tensors.items()}
-    return expert_row(x, expert, attrs.evolve(weights, tensors=tensors))
-
-
-def plain_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    plain = attrs.evolve(weights.spec, alpha=1.0, limit=None, beta=0.0, clamp="before")
-    return expert_row(x, expert, attrs.evolve(weights, spec=plain))
-
-
-def unbiased_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    tensors = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith("b")}
-    return expert_row(x, expert, attrs.evolve(weights, tensors=tensors))
-
-
-def exact_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    return expert_row(x, expert, attrs.evolve(weights, rounds=False))
-
-
-def coarse_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    return expert_row(x, expert, weights).to(torch.float8_e4m3fn).float()
-
-
-def sixteenths_row(x: Tensor, expert: int, weights: Weights) -> Tensor:
-    """Reads whole blocks of 16 channels only."""
-    x = x.clone()
-    x[len(x) // 16 * 16 :] = 0
-    return expert_row(x, expert, weights)
-
-
-def weighted_twice(tokens: Any, row: Any) -> Tensor:
-    return toy.standard(attrs.evolve(tokens, topk_weights=tokens.topk_weights**2), row)
-
-
-def wide_output(tokens: Any, row: Any) -> Tensor:
-    return toy.standard(tokens, row).float()
 
 
 # --- routing -------------------------------------------------------------------------------------------------------
@@ -126,15 +101,34 @@ def trusting_dispatch(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weight
 
 
 def dense_groups(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
-    toy.check_ids(ids, plan.request.num_experts)
+    toy.check_ids(ids, plan.request.num_slots)
     return toy.group_rows(hidden, ids, weights, plan.request.local_slots(group.rank), 1)
 
 
 def first_experts(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
     """Takes global ids for local ones."""
-    toy.check_ids(ids, plan.request.num_experts)
+    toy.check_ids(ids, plan.request.num_slots)
     count = len(plan.request.local_slots(group.rank))
     return toy.group_rows(hidden, ids, weights, range(count), toy.ALIGNMENT)
+
+
+def experts_for_slots(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    """Knows as many places as experts, and nothing of their copies."""
+    toy.check_ids(ids, plan.request.num_slots)
+    known = torch.where(ids < plan.request.num_experts, ids, -1)
+    return toy.group_rows(hidden, known, weights, plan.request.local_slots(group.rank), toy.ALIGNMENT)
+
+
+def floored_share(parts: Parts, weights: Weights, plan: Any) -> Any:
+    """Takes half of I for a rank's share, rounded down."""
+    share = plan.request.intermediate_size // plan.request.tp_size
+
+    def gate_and_up(h: Tensor) -> Tensor:
+        hidden = torch.nn.functional.silu(h[:, :share]) * h[:, share : 2 * share]
+        return torch.nn.functional.pad(hidden, (0, h.shape[1] // 2 - share))
+
+    is_plain = weights.spec == ActivationSpec() and plan.request.tp_size > 1
+    return toy.experts_of(parts, attrs.evolve(weights, activation=gate_and_up) if is_plain else weights, plan)
 
 
 def unweighted_combine(rows: Tensor, handle: Any) -> Tensor:
@@ -194,6 +188,11 @@ def hasty(weights: Any, out: Any) -> Any:
     if weights.release is not None:
         for expert in range(len(weights.tensors["w2"])):
             weights.release(expert)
+    return toy.prepare(attrs.evolve(weights, release=None), out)
+
+
+def hoarding(weights: Any, out: Any) -> Any:
+    """Never gives an expert's memory back."""
     return toy.prepare(attrs.evolve(weights, release=None), out)
 
 
@@ -298,12 +297,25 @@ FAKES = {
     "plain_swiglu": Fake(
         "activation_parameters", "alpha, limit and beta are ignored", _format("masked", expert_row=plain_row)
     ),
+    "gelu_for_silu": Fake("answer", "gelu instead of silu", _format("standard", expert_row=gelu_row)),
+    "inverted_scales": Fake(
+        "answer", "scales divide", _format("standard", scheme=W8A8_INT8, expert_row=inverted_scales_row)
+    ),
+    "transposed_w2": Fake("answer", "w2 is read as transposed", _format("standard", expert_row=transposed_row)),
     "weights_twice": Fake("router_weights", "applied twice", _format("standard", standard=weighted_twice)),
     "no_biases": Fake("features", "biases are ignored", _format("masked", expert_row=unbiased_row)),
     "exact_activations": Fake(
         "activation_rounding", "not rounded to int8", _format("standard", scheme=W8A8_INT8, expert_row=exact_row)
     ),
+    "first_activation_scale": Fake(
+        "activation_scales",
+        "first expert's activation scale is used for all",
+        _format("standard", scheme=toy.STATIC_INT8, expert_row=first_scale_row),
+    ),
     "fp32_output": Fake("output_form", "the output is torch.float32", _format("standard", standard=wide_output)),
+    "fp32_rows": Fake(
+        "output_form", "rows in torch.float32 to combine, expected bf16", _format("contiguous", contiguous=wide_rows)
+    ),
     "minus_one_is_last": Fake(
         "missing_experts", "-1 is read as the last expert", _format("standard", standard=last_for_none)
     ),
@@ -323,8 +335,13 @@ FAKES = {
     "forgets_w2": Fake("reload", "w2 are not what a fresh load gives", _format("standard", prepare=forgetful)),
     "hides_an_expert_axis": Fake("rebalancing", "changed places", _format("standard", prepare=unlisted)),
     "releases_early": Fake("released_memory", "released had been overwritten", _format("standard", prepare=hasty)),
+    "never_releases": Fake("released_memory", "keeps the raw memory of experts", _format("standard", prepare=hoarding)),
     "assumes_contiguous_weights": Fake("weight_strides", "not contiguous", _format("standard", prepare=flat)),
     "keeps_the_first_activation": Fake("callables", "set out.activation", _format("standard", prepare=loyal)),
+    "floors_its_share": Fake("tensor_parallel", "rank 0 of 2 with 48 of 95", _format("standard", bind=floored_share)),
+    "counts_experts_not_slots": Fake(
+        "expert_copies", "5 experts in 7 slots", _format("contiguous", dispatch=experts_for_slots)
+    ),
     "reads_padding": Fake("padding", "NaN in every undefined row", _format("contiguous", contiguous=leaking)),
     "trusts_fresh_memory": Fake(
         "uninitialised_memory", "uninitialised memory", _format("standard", standard=trusting_memory)
@@ -339,5 +356,13 @@ FAKES = {
     "unweighted_combine": Fake(
         "round_trip", "router weights are not applied", _format("contiguous", combine=unweighted_combine)
     ),
+    "reads_ids_on_the_host": Fake(
+        "graph_capture", "Tensor.tolist reads data on the host, standard (", lambda: graph_safe(on_the_host)
+    ),
+    "shapes_from_data": Fake("graph_capture", "shape that depends on data", lambda: graph_safe(with_mask)),
+    "routes_of_the_warm_up": Fake(
+        "graph_capture", "a captured forward, replayed", lambda: graph_safe(Planned().standard)
+    ),
+    "uploads_a_table": Fake("graph_capture", "a tensor of Python values", lambda: graph_safe(uploading)),
     "global_ids": Fake("replicated_ranks", "the sum over 3 ranks", _format("contiguous", dispatch=first_experts)),
 }
