@@ -24,6 +24,10 @@ PIP_LOCAL := $(PIP_INSTALL) --no-build-isolation
 OTHER_TRANSFORMERS := 5.17.0
 OTHER_TRANSFORMERS_DIR := $(VENV)/transformers-$(OTHER_TRANSFORMERS)
 
+# The vendor's operators for Ascend, loaded on a CPU for their schemas; one build of it fits one release of torch.
+TORCH_NPU := 2.13.0
+TORCH_NPU_DIR := $(VENV)/ascend-vendor
+
 # One thread per process: JOBS workers, and ranks that some tests start, share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
@@ -52,6 +56,18 @@ $(STAMPS)/transformers-%: $(STAMPS)/core
 	rm -rf $(VENV)/transformers-$*
 	$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
 	@touch $@
+
+# Where it cannot be had the tests use the schemas that the plugin ships, and say so.
+$(STAMPS)/ascend-vendor: $(STAMPS)/plugin-ascend_npu
+	rm -rf $(TORCH_NPU_DIR)
+	@if $(PIP) --no-deps --target $(TORCH_NPU_DIR) torch_npu==$(TORCH_NPU) \
+	    && $(BIN)/python -m moe_plugin_ascend.emulation $(TORCH_NPU_DIR); \
+	then touch $@; \
+	else rm -rf $(TORCH_NPU_DIR); echo "torch_npu $(TORCH_NPU) cannot be installed here: its schemas are not asked"; \
+	fi
+
+.PHONY: ascend-vendor
+ascend-vendor: $(STAMPS)/ascend-vendor ## The vendor's torch_npu in .venv, for the tests of plugins/ascend_npu.
 
 .PHONY: install
 install: $(STAMPS)/core $(PLUGINS:%=$(STAMPS)/plugin-%) ## Make .venv with the core, its tools and every plugin.
@@ -98,6 +114,8 @@ unit-core: install
 	$(PYTEST) $(PARALLEL) tests
 $(PLUGIN_UNIT): unit-%: install
 	$(PYTEST) $(PARALLEL) plugins/$*/tests
+
+unit-ascend_npu: ascend-vendor
 
 # PYTHONOPTIMIZE instead of -O: xdist workers and child processes do not inherit the switch. Bytecode for this level exists only
 # after a first run, so it must be written even where the environment says otherwise: compiling torch anew takes a minute.

@@ -11,10 +11,28 @@ from moe_core import hookspecs
 from moe_core.activation import ActivationPattern
 from moe_core.plugin_checks import HOOKS
 from moe_core.quant import QuantScheme
-from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.specs import (
+    DeviceGeneration,
+    DispatcherSpec,
+    Limit,
+    PluginSpec,
+    Requirement,
+    RunnerSpec,
+    TokenDtype,
+)
 
 FOLDER = Path(__file__).parent
-DECLARATIONS = (PluginSpec, RunnerSpec, DispatcherSpec, TokenDtype, QuantScheme, ActivationPattern, Limit, Requirement)
+DECLARATIONS = (
+    PluginSpec,
+    RunnerSpec,
+    DispatcherSpec,
+    TokenDtype,
+    QuantScheme,
+    ActivationPattern,
+    Limit,
+    Requirement,
+    DeviceGeneration,
+)
 _WRITTEN = "Written by `python docs/make_reference.py` from docstrings; a test compares."
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warning|Example|Since): ?(.*)$")
 

@@ -152,7 +152,7 @@ class _InferenceOnly(torch.autograd.Function):
 def _bind(
     plan: MoEPlan, route: Route, weights: PreparedWeights, manager: BackendManager, group: ExpertGroup
 ) -> BoundRoute:
-    experts = manager.bind_experts(plan, route, weights)
+    experts = manager.bind_experts(plan, route, weights, group)
     if route.dispatcher is None:
         return BoundRoute(route, None, None, None, experts)  # type: ignore[arg-type]
     where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"

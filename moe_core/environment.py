@@ -14,12 +14,15 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from moe_core.errors import SpecError, UnknownNameError
 from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of, tuple_of
+
+if TYPE_CHECKING:
+    from moe_core.specs import DeviceGeneration
 
 
 def _package_pairs(value: Any) -> Any:
@@ -100,13 +103,14 @@ PRESETS: dict[str, Environment] = {
         ("h100", "cuda", "sm90", "NVIDIA H100", "CUDA 13.0", _CUDA_PACKAGES),
         ("h200", "cuda", "sm90", "NVIDIA H200", "CUDA 13.0", _CUDA_PACKAGES),
         ("b200", "cuda", "sm100", "NVIDIA B200", "CUDA 13.0", _CUDA_PACKAGES),
+        ("ascend-a2", "npu", "a2", "Ascend Atlas A2", "CANN 8.5", _ASCEND_PACKAGES),
         ("ascend-a3", "npu", "a3", "Ascend Atlas A3", "CANN 8.5", _ASCEND_PACKAGES),
     )
 }
 
 
 def load_environment(name: str) -> Environment:
-    """An environment from a preset's name or a JSON file's path.
+    """An environment from a preset's name (`_` for `-` is fine) or a JSON file's path.
 
     Raises:
         UnknownNameError: Neither a preset nor a file.
@@ -116,6 +120,8 @@ def load_environment(name: str) -> Environment:
         return PRESETS[name]
     path = Path(name)
     if not path.is_file():
+        if (preset := name.replace("_", "-")) in PRESETS:
+            return PRESETS[preset]
         raise UnknownNameError("environment", name, PRESETS, hint="A path to a JSON file is taken too.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -168,6 +174,12 @@ def unprobed_environment(modules: Iterable[str] = ()) -> Environment:
     )
 
 
+def generation_of(device_type: str, device_name: str, generations: Iterable[DeviceGeneration]) -> str:
+    """The arch of the longest prefix that fits a device's name, "" if none does."""
+    fitting = [g for g in generations if g.device_type == device_type and device_name.startswith(g.name_prefix)]
+    return max(fitting, key=lambda generation: len(generation.name_prefix)).arch if fitting else ""
+
+
 def _cpu_name() -> str:
     """`AMD EPYC 7763 64-Core Processor, 2 CPUs`, or `cpu` where the system does not tell."""
     try:
@@ -179,12 +191,15 @@ def _cpu_name() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} CPUs" if name else "cpu"
 
 
-def probe_environment(modules: Iterable[str] = (), device_type: str | None = None) -> Environment:
+def probe_environment(
+    modules: Iterable[str] = (), device_type: str | None = None, generations: Iterable[DeviceGeneration] = ()
+) -> Environment:
     """Describe this machine; imports torch and asks it for its accelerator.
 
     Args:
         modules: Import names whose versions matter, usually the loaded plugins' requirements.
         device_type: Describe this device type of the machine instead of its accelerator.
+        generations: What the loaded plugins know about names of devices.
 
     Raises:
         SpecError: `device_type` is asked for and this torch cannot reach such a device.
@@ -197,14 +212,14 @@ def probe_environment(modules: Iterable[str] = (), device_type: str | None = Non
     if device not in (found, "cpu", "meta"):
         raise SpecError(f"device type {device!r} was asked for, but torch {torch.__version__} finds {found!r} here")
     packages = installed_packages({"torch", "triton", *modules})
-    name = _cpu_name() if device == "cpu" else device
-    described = Environment(device_type=device, device_name=name, packages=packages, source="probed")
+    if device in ("cpu", "meta"):
+        name = _cpu_name() if device == "cpu" else device
+        return Environment(device_type=device, device_name=name, packages=packages, source="probed")
+    # Not every device type's module can name its device.
+    name = getattr(torch.get_device_module(device), "get_device_name", lambda: device)()
+    arch = generation_of(device, name, generations)
+    described = Environment(device_type=device, arch=arch, device_name=name, packages=packages, source="probed")
     if device != "cuda":
         return described
     major, minor = torch.cuda.get_device_capability()
-    return attrs.evolve(
-        described,
-        arch=f"sm{major}{minor}",
-        device_name=torch.cuda.get_device_name(),
-        driver=f"CUDA {torch.version.cuda}",
-    )
+    return attrs.evolve(described, arch=f"sm{major}{minor}", driver=f"CUDA {torch.version.cuda}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from moe_core.payloads import ExpertsFn, FusedFn, PreparedWeights, RawWeights
+    from moe_core.payloads import ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, RawWeights
     from moe_core.plan import MoEPlan, Route
     from moe_core.request import LayerRequest
     from moe_core.specs import Candidate, DispatcherSpec, PluginSpec, RunnerSpec, TokenDtype
@@ -175,7 +175,9 @@ def process_weights_after_loading(  # type: ignore[empty-body]
 
 
 @hookspec
-def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | FusedFn:  # type: ignore[empty-body]
+def fused_experts(  # type: ignore[empty-body]
+    plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup
+) -> ExpertsFn | FusedFn:
     """Bind the experts of one route to its prepared weights.
 
     Called once per route at load time; only the route's runner's plugin is asked. Check the vendor's signature
@@ -185,6 +187,7 @@ def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> Expe
         plan: The layer's plan.
         route: The route to bind; `route.token_dtype` and `route.runner.spec` say what will arrive.
         weights: The prepared weights, in the layout that this plugin declared.
+        group: This process's place among the expert-parallel ranks, for fused routes, which communicate themselves.
 
     Returns:
         For `standard`: `experts(StandardTokens) -> [T, H]`, weighted and summed over K, in the layer's dtype.

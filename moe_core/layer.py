@@ -79,7 +79,7 @@ class MoELayer(torch.nn.Module):
                 "pass group=ExpertGroup(rank=..., size=..., process_group=...)"
             )
         if environment is None:
-            environment = probe_environment(self._manager.modules_required(), device)
+            environment = probe_environment(self._manager.modules_required(), device, self._manager.generations())
         self.request = request
         self.plan, self.decision = make_plan(self._manager, request, environment, measurements)
         self._bound: BoundExperts | None = None

@@ -16,7 +16,7 @@ from moe_core.request import LayerRequest
 from moe_core.specs import Candidate, DispatcherSpec, RunnerSpec, TokenDtype
 
 if TYPE_CHECKING:
-    from moe_core.payloads import ExpertsFn, FusedFn, PreparedWeights, RawWeights
+    from moe_core.payloads import ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, RawWeights
     from moe_core.plan import MoEPlan, Route
 
 #: Names of plugins to load, separated by commas; unset means all, empty means none.
@@ -91,7 +91,9 @@ class BackendManager(PluginRegistry):
             self._refuse(name, hook, f"expected layout {plan.weight_layout!r}, got {prepared.layout!r}")
         return prepared
 
-    def bind_experts(self, plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | FusedFn:
+    def bind_experts(
+        self, plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup
+    ) -> ExpertsFn | FusedFn:
         """The route's experts function from its runner's plugin."""
         name = route.runner.plugin
         if weights.layout != route.runner.spec.weight_layout:
@@ -99,7 +101,7 @@ class BackendManager(PluginRegistry):
                 f"runner {route.runner.full_name} reads weight layout {route.runner.spec.weight_layout!r}, "
                 f"these weights are {weights.layout!r}; prepare them from the raw weights"
             )
-        experts = self._ask(name, "fused_experts", plan=plan, route=route, weights=weights)
+        experts = self._ask(name, "fused_experts", plan=plan, route=route, weights=weights, group=group)
         if not callable(experts):
             self._refuse(name, "fused_experts", f"expected a function, got {type(experts).__name__}")
         return experts  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from moe_core.discovery import Failed, Found, being_loaded, load
 from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
-from moe_core.specs import PluginSpec
+from moe_core.specs import DeviceGeneration, PluginSpec
 
 
 class PluginRegistry:
@@ -135,6 +135,10 @@ class PluginRegistry:
             requirements.update(requirement for spec in plugin.dispatchers for requirement in spec.requirements)
             requirements.update(requirement for spec in plugin.runners for requirement in spec.requirements)
         return tuple(sorted({requirement.module for requirement in requirements}))
+
+    def generations(self) -> tuple[DeviceGeneration, ...]:
+        """What the ready plugins know about names of devices."""
+        return tuple(generation for plugin in self.specs() for generation in plugin.generations)
 
     def hooks(self, name: str) -> tuple[str, ...]:
         """Names of the hooks that a ready plugin implements."""

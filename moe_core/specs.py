@@ -279,6 +279,21 @@ class RunnerSpec(_Part):
         return f"{self.name}.{self.kernel}"
 
 
+@attrs.frozen
+class DeviceGeneration:
+    """How a device type calls the devices of one generation, where only its plugin knows.
+
+    Attributes:
+        device_type: One of `DEVICE_TYPES`.
+        name_prefix: How torch's name of the device begins; the longest that fits counts.
+        arch: The generation, as in `archs`.
+    """
+
+    device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
+    name_prefix: str = attrs.field(validator=instance_of(str))
+    arch: str = attrs.field(validator=is_arch)
+
+
 @attrs.frozen(kw_only=True)
 class PluginSpec:
     """What `declare_backends` returns.
@@ -290,6 +305,7 @@ class PluginSpec:
         dispatchers: Its dispatchers; short names are unique.
         runners: Its runners; short names are unique.
         requirements: Distributions that everything in this plugin needs.
+        generations: How to tell the generations of a device type whose torch does not say; CUDA's does.
     """
 
     name: str = attrs.field(validator=is_name)
@@ -300,6 +316,9 @@ class PluginSpec:
     )
     runners: tuple[RunnerSpec, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(RunnerSpec))
     requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    generations: tuple[DeviceGeneration, ...] = attrs.field(
+        default=(), converter=as_tuple, validator=tuple_of(DeviceGeneration)
+    )
 
     def __attrs_post_init__(self) -> None:
         """Short names are unique per kind."""

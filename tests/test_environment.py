@@ -12,12 +12,15 @@ import pytest
 from moe_core.environment import (
     PRESETS,
     Environment,
+    generation_of,
     installed_packages,
     installed_version,
     load_environment,
+    probe_environment,
     unprobed_environment,
 )
 from moe_core.errors import SpecError, UnknownNameError
+from moe_core.specs import DeviceGeneration
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -84,6 +87,49 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, match: str) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(UnknownNameError, match=r"environment 'h10'; did you mean 'h100'.*path to a JSON file"):
         load_environment("h10")
+
+
+def test_a_preset_by_the_other_spelling() -> None:
+    assert load_environment("ascend_a3") is PRESETS["ascend-a3"]
+
+
+GENERATIONS = (
+    DeviceGeneration("npu", "Maker91", "old"),
+    DeviceGeneration("npu", "Maker9100", "new"),
+    DeviceGeneration("xpu", "Maker", "other"),
+)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "name", "arch"),
+    [
+        ("npu", "Maker91-B", "old"),
+        ("npu", "Maker9100-B", "new"),
+        ("npu", "Maker8", ""),
+        ("xpu", "Maker8", "other"),
+        ("cpu", "Maker91", ""),
+    ],
+)
+def test_a_generation_is_known_by_the_longest_beginning_of_a_name(device_type: str, name: str, arch: str) -> None:
+    for order in (GENERATIONS, GENERATIONS[::-1]):
+        assert generation_of(device_type, name, order) == arch
+
+
+def test_a_device_that_only_a_plugin_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    device = types.SimpleNamespace(get_device_name=lambda: "Maker9100-B")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: {"npu": device}[device_type])
+    known, unknown = probe_environment(generations=GENERATIONS), probe_environment()
+    assert (known.device_type, known.device_name, known.arch) == ("npu", "Maker9100-B", "new")
+    assert (unknown.device_name, unknown.arch) == ("Maker9100-B", "")
+
+
+def test_the_cpu_has_no_generation() -> None:
+    described = probe_environment(device_type="cpu", generations=GENERATIONS)
+    assert (described.device_type, described.arch) == ("cpu", "")
 
 
 def test_versions_come_from_metadata_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

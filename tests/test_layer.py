@@ -281,7 +281,7 @@ def test_a_pin_that_cannot_run_is_an_error_with_reasons() -> None:
 def test_a_runner_refuses_weights_of_another_layout(layer: MoELayer) -> None:
     foreign = PreparedWeights(layout="someone_elses", tensors={})
     with pytest.raises(PluginError, match="reads weight layout 'canonical', these weights are 'someone_elses'"):
-        torch_manager().bind_experts(layer.plan, layer.plan.routes[0], foreign)
+        torch_manager().bind_experts(layer.plan, layer.plan.routes[0], foreign, ExpertGroup())
 
 
 @pytest.mark.error_path

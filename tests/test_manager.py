@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes import (
     BF16_TOKENS,
+    CPU,
     FP8_ROW,
     TORCH,
     bare_plugin,
@@ -24,7 +25,9 @@ from moe_core.discovery import Found
 from moe_core.errors import InputError, PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import hookimpl, select_dispatcher
 from moe_core.manager import BackendManager
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Requirement
+from moe_core.payloads import ExpertGroup, PreparedWeights
+from moe_core.planner import make_plan
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, DeviceGeneration, Requirement
 
 
 def _found(name: str, load: Callable[[], object], distribution: str = "dist", version: str = "1.0") -> Found:
@@ -274,6 +277,28 @@ def test_reading() -> None:
     assert [spec.name for spec in manager.specs()] == ["b", "torch"]
     assert manager.modules_required() == ("base", "lib", "torch")
     assert manager.found("b").name == "b"
+
+
+def test_generations_are_those_of_all_plugins() -> None:
+    first, second = DeviceGeneration("npu", "A", "a1"), DeviceGeneration("xpu", "B", "b1")
+    manager = manager_of(TORCH, plugin("c", generations=(second,)), plugin("b", generations=(first,)))
+    assert manager.generations() == (first, second)
+
+
+def test_a_fused_runner_is_told_its_ranks() -> None:
+    told: list[Any] = []
+
+    def bind(route: Any, group: Any) -> Any:
+        told.append(group)
+        return lambda hidden_states, topk_ids, topk_weights: hidden_states
+
+    fused = runner("toy", "fused", format="fused", a2a="toy_fused")
+    manager = BackendManager()
+    manager.register("toy", fake_plugin("toy", runners=[fused], hooks={"fused_experts": bind}))
+    made, _ = make_plan(manager, request(a2a_backend="toy_fused"), CPU)
+    group = ExpertGroup(rank=1, size=2)
+    manager.bind_experts(made, made.routes[0], PreparedWeights(layout="canonical", tensors={}), group)
+    assert told == [group]
 
 
 # Asking ---------------------------------------------------------------------------------------------------------

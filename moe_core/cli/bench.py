@@ -194,7 +194,8 @@ def _measured(
     from moe_core.bench.peers import find_peers
     from moe_core.bench.run import Sweep, run
 
-    environment = probe_environment(default_manager().modules_required(), device)
+    manager = default_manager()
+    environment = probe_environment(manager.modules_required(), device, manager.generations())
     if threads is not None:
         torch.set_num_threads(threads)
     sweep = Sweep(

@@ -48,7 +48,7 @@ def doctor(
 ) -> None:
     """Describe this machine: device, packages against what plugins need, broken plugins, foreign variables."""
     manager = default_manager()
-    environment = probe_environment(manager.modules_required())
+    environment = probe_environment(manager.modules_required(), generations=manager.generations())
     backends = backends_on(manager, environment, probed=True)
     packages = _packages(backends, environment)
     variables = foreign_variables(os.environ)

@@ -42,7 +42,10 @@ def list_backends(
     """List the installed backends and whether each can run on this machine."""
     manager = default_manager()
     modules = manager.modules_required()
-    environment = probe_environment(modules) if probe else unprobed_environment(modules)
+    if probe:
+        environment = probe_environment(modules, generations=manager.generations())
+    else:
+        environment = unprobed_environment(modules)
     backends = backends_on(manager, environment, probed=probe)
     if as_json:
         print_json(_json(backends, environment, probe))

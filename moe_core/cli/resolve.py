@@ -156,7 +156,10 @@ def resolve(
     }
     groups = requested_groups(model, layer, dtype, quant_scheme, shared)
     manager = default_manager()
-    machine = load_environment(environment) if environment else probe_environment(manager.modules_required())
+    if environment:
+        machine = load_environment(environment)
+    else:
+        machine = probe_environment(manager.modules_required(), generations=manager.generations())
     table = _measurements(measurements, no_measurements, machine)
     results = [_resolved(group, manager, machine, table) for group in groups]
     spelled = partial(in_options, options=options_of(cast(TyperCommand, context.command)))

@@ -110,7 +110,7 @@ def tune(
         known_word("device type", device, DEVICE_TYPES)
     requests = _requests(model, shape or (), layer, dtype, quant_scheme or (), tp_size, exclude or ())
     manager = default_manager()
-    machine = probe_environment(manager.modules_required(), device)
+    machine = probe_environment(manager.modules_required(), device, manager.generations())
     from moe_core.tuning.cache import Recorder
 
     target = output or user_file(machine)

@@ -72,7 +72,8 @@ class Backend:
             if module is not self.module:
                 self.manager.register(module.declare_backends().name, module)
         if environment is None:
-            environment = probe_environment(self.manager.modules_required(), device or self._device_type())
+            device_type, modules = device or self._device_type(), self.manager.modules_required()
+            environment = probe_environment(modules, device_type, self.manager.generations())
         self.environment = environment
         self.device = device or environment.device_type
 

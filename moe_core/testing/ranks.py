@@ -40,7 +40,7 @@ def run_on_ranks(job: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], b
         job: A function that child processes can import by name. It returns a tensor (which arrives on the CPU in
             float64) or anything that can be pickled and holds no tensor.
         per_rank: Arguments of each rank; their number is the size of the group.
-        backend: Of torch.distributed; `nccl` gives every rank a GPU.
+        backend: Of torch.distributed; every other than gloo gives each rank an accelerator.
 
     Raises:
         TimeoutError: A rank gave no answer in time.
@@ -87,8 +87,8 @@ def _rank(
     torch.set_num_threads(1)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     try:
-        if transport[0] == "nccl":
-            torch.cuda.set_device(rank)
+        if transport[0] != "gloo":
+            torch.accelerator.set_device_index(rank)
         dist.init_process_group(*transport, timeout, world_size=size, rank=rank)
         group = ExpertGroup(rank=rank, size=size, process_group=dist.group.WORLD)
         value = job(group, *arguments)

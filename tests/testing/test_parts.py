@@ -11,12 +11,13 @@ import pytest
 import reference_moe as oracle
 import torch
 import toy_backend as toy
+from fakes import dispatcher, runner
 
 from moe_core import LayerRequest
 from moe_core.activation import SWIGLU_OAI, ActivationPattern, ActivationSpec
 from moe_core.environment import load_environment
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, SCHEMES, LayerQuant, QuantScheme
-from moe_core.specs import Limit
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Limit
 from moe_core.testing import BackendConformance, Case, ConformanceError, Kit, NotRun, formats
 from moe_core.testing.cells import activations_of, cells_of, schemes_of
 from moe_core.testing.compare import problem_of, relative_error, require_answer, require_apart
@@ -244,6 +245,20 @@ def test_every_declared_cell_is_a_case() -> None:
     assert len(set(names)) == len(names)
     combinations = {(cell.quant, cell.activation) for cell in cells if not cell.feature}
     assert len(combinations) == 2 * len({cell.activation for cell in cells})
+
+
+@pytest.mark.parametrize(
+    ("format_", "declared", "tried"),
+    [("contiguous", True, True), ("contiguous", False, False), ("masked", False, False), ("standard", False, True)],
+)
+def test_weights_on_the_input_are_tried_where_the_dispatcher_does_its_part(
+    format_: str, declared: bool, tried: bool
+) -> None:
+    pair = Candidate(
+        DeclaredDispatcher("toy", dispatcher(format=format_, weight_on_input=declared)),
+        DeclaredRunner("toy", runner(format=format_, weight_on_input=True)),
+    )
+    assert ("weight_on_input" in {cell.feature for cell in cells_of(pair)}) == tried
 
 
 def test_another_machines_cells_are_not_run_and_say_why() -> None:

@@ -122,7 +122,8 @@ class Preparer:
         given = self.environment
         if given is None:
             if device_type not in self._probed:
-                self._probed[device_type] = probe_environment(self.manager.modules_required(), device_type)
+                modules, generations = self.manager.modules_required(), self.manager.generations()
+                self._probed[device_type] = probe_environment(modules, device_type, generations)
             return self._probed[device_type]
         if given.device_type != device_type:
             raise InputError(

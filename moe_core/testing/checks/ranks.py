@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError
@@ -75,19 +76,17 @@ def _placements_of(cell: Cell) -> list[ExpertPlacement]:
 
 def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     """Each rank has its own tokens, one has none, experts are uneven: every rank gets its tokens' answers, twice."""
-    if backend.device not in ("cpu", "cuda"):
-        raise NotRun(f"no transport between ranks on device {backend.device} is known here")
+    transport = _transport(backend.device)
     if not backend.is_importable:
         raise NotRun(f"module {backend.module.__name__} has no file, so that no other process can import it")
     size = group_size(pair) or 0
-    if backend.device == "cuda" and torch.cuda.device_count() < size:
-        raise NotRun(f"{size} ranks need as many GPUs, found {torch.cuda.device_count()}")
+    if backend.device != "cpu" and torch.accelerator.device_count() < size:
+        raise NotRun(f"{size} ranks need as many devices, found {torch.accelerator.device_count()}")
     cells = _rank_cells(backend, pair, size)
     layers = [(cell, ExpertPlacement()) for cell in cells]
     layers += [(cells[0], placement) for placement in _placements_of(cells[0])[1:]] if cells else []
     benches = [Bench(backend, cell, placement=placement) for cell, placement in layers]
     arguments = (*backend.names, backend.environment, backend.device, layers)
-    transport = "nccl" if backend.device == "cuda" else "gloo"
     try:
         answers = run_on_ranks(_outputs, [arguments] * size, transport)
     except TimeoutError as error:
@@ -102,6 +101,15 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     for index, bench in enumerate(benches):
         for rank in range(size):
             _compare(bench, rank, size, answers[rank][index])
+
+
+def _transport(device: str) -> str:
+    """What torch.distributed sends through on a device type."""
+    try:
+        return dist.get_default_backend_for_device(device)
+    except (RuntimeError, ValueError):
+        # This torch does not know the device type, or nothing serves it.
+        raise NotRun(f"no transport between ranks on device {device} is known here") from None
 
 
 def _compare(bench: Bench, rank: int, size: int, output: Any) -> None:

@@ -1,0 +1,62 @@
+"""Runner `fuseep`: one call of Ascend's DeepEP for dispatch, both GEMMs and combine."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from moe_core.errors import PluginError
+from moe_core.payloads import ExpertGroup, FusedFn, PreparedWeights, Tensor
+from moe_core.plan import MoEPlan, Route
+from moe_plugin_ascend.buffers import BUFFERS, buffer_key
+from moe_plugin_ascend.expert_ids import LibraryIds, at_least_one
+from moe_plugin_ascend.fuseep_specs import FUSE_MODES
+from moe_plugin_ascend.fuseep_weights import prepare
+from moe_plugin_ascend.library_settings import check_settings
+
+__all__ = ["bind", "prepare"]
+
+
+def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> FusedFn:
+    """The fused call of one route.
+
+    Raises:
+        InputError: The group has no process group.
+        PluginError: The environment contradicts the route, or the installed library is too old.
+    """
+    mode, key = FUSE_MODES[weights.layout], buffer_key(plan, route, group, "fused")
+    check_settings(plan, route, key.capacity)
+    buffer = BUFFERS.get(key)
+    if "fuse_mode" not in inspect.signature(buffer.fused_deep_moe).parameters:
+        raise PluginError(f"{route.runner.full_name}: the installed deep_ep has no fuse_mode; install a newer one")
+    ids_of = LibraryIds(plan.request)
+    # One argument, two meanings: tokens that a rank brings, or rows that it may receive.
+    capacity = key.capacity if mode == 1 else key.capacity * plan.request.ep_size * key.top_k
+    w13, w2 = weights["w13"], weights["w2"]
+    # Mode 2 wants the scales of all experts in one row.
+    scales = [weights[name] if mode == 1 else weights[name].view(-1) for name in ("w13_scale", "w2_scale")]
+
+    @torch.no_grad()
+    def fused(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        ids, row_weights = ids_of(topk_ids, topk_weights)
+        if mode == 2:
+            # Its scale of an all-zero row divides by zero; experts without biases make zeros of zeros.
+            ids = torch.where(hidden_states.any(1, keepdim=True), ids, -1)
+        x, ids, row_weights = at_least_one(hidden_states, ids, row_weights)
+        output, _ = buffer.fused_deep_moe(
+            x=x,
+            topk_idx=ids,
+            topk_weights=row_weights,
+            gmm1_permuted_weight=w13,
+            gmm1_permuted_weight_scale=scales[0],
+            gmm2_weight=w2,
+            gmm2_weight_scale=scales[1],
+            num_max_dispatch_tokens_per_rank=capacity,
+            num_experts=key.num_experts,
+            quant_mode=1,
+            fuse_mode=mode,
+        )
+        return output[: hidden_states.shape[0]]  # type: ignore[no-any-return]
+
+    return fused

@@ -1,0 +1,53 @@
+"""The backend `ascend_npu`: what it declares, and its hooks. Importing this needs neither torch nor torch_npu."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from moe_core.errors import PluginError
+from moe_core.hookspecs import hookimpl
+from moe_core.specs import PluginSpec
+from moe_plugin_ascend import deepep_specs, fuseep_specs, local_specs, runner_specs
+from moe_plugin_ascend.machine import GENERATIONS, TORCH_NPU
+
+if TYPE_CHECKING:
+    from moe_core.payloads import ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, RawWeights
+    from moe_core.plan import MoEPlan, Route
+
+#: Weight layout -> module that makes it and binds experts to it.
+LAYOUTS = {**runner_specs.LAYOUTS, **fuseep_specs.LAYOUTS}
+
+
+@hookimpl
+def declare_backends() -> PluginSpec:
+    """Everything that this plugin can do on an Ascend machine."""
+    return PluginSpec(
+        name="ascend_npu",
+        hook_api=1,
+        description="grouped GEMMs of torch_npu and DeepEP for Ascend",
+        dispatchers=(*local_specs.DISPATCHERS, *deepep_specs.DISPATCHERS),
+        runners=(*runner_specs.RUNNERS, *fuseep_specs.RUNNERS),
+        requirements=(TORCH_NPU,),
+        generations=GENERATIONS,
+    )
+
+
+@hookimpl
+def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+    """Lay out a layer's weights as the operators of the plan's runner read them."""
+    return _module(plan).prepare(plan, weights, out)  # type: ignore[no-any-return]
+
+
+@hookimpl
+def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> ExpertsFn | FusedFn:
+    """Bind the experts of one route; only a fused one communicates."""
+    arguments = (plan, route, weights) if route.dispatcher else (plan, route, weights, group)
+    return _module(plan).bind(*arguments)  # type: ignore[no-any-return]
+
+
+def _module(plan: MoEPlan) -> Any:
+    if plan.weight_layout not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise PluginError(f"ascend_npu makes the weight layouts {known}; the plan asks for {plan.weight_layout!r}")
+    return importlib.import_module(LAYOUTS[plan.weight_layout])
