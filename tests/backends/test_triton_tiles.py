@@ -19,8 +19,8 @@ def _bytes(table: TileTable, tile: object, halves: int) -> int:
 @pytest.mark.parametrize("operands", MEASURED)
 def test_every_tile_fits_into_shared_memory(operands: str, shared: int) -> None:
     table = TileTable(operands=operands, shared_bytes=shared, descriptors=True)
-    for slots in (1, 64, 1000, 100_000):
-        first, second = table.choose(slots, 16, 2, (0, 0))
+    for rows in (0.1, 4, 20, 40, 64, 200, 6000):
+        first, second = table.choose(rows)
         assert first.m == second.m
         assert _bytes(table, first, 2) <= shared
         assert _bytes(table, second, 1) <= shared
@@ -28,22 +28,22 @@ def test_every_tile_fits_into_shared_memory(operands: str, shared: int) -> None:
 
 def test_more_rows_per_expert_take_larger_tiles() -> None:
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=True)
-    rows = [table.choose(slots, 8, 2, (0, 0))[0].m for slots in (8, 64, 65, 192, 384, 385, 10_000)]
+    rows = [table.choose(mean)[0].m for mean in (1, 8, 8.1, 24, 48, 49, 1000)]
     assert rows == [16, 16, 32, 32, 64, 128, 128]
 
 
 def test_no_descriptors_where_the_device_or_the_weights_have_none() -> None:
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=False)
-    assert not any(tile.tma for tile in table.choose(10_000, 8, 2, (0, 0)))
+    assert not any(tile.tma or tile.tma_rows or tile.resident for tile in table.choose(1000))
 
 
 def test_a_step_stays_inside_a_block_of_scales() -> None:
-    table = TileTable(operands="byte", shared_bytes=LARGE, descriptors=False)
-    first, second = table.choose(10, 8, 2, (128, 32))
+    table = TileTable(operands="byte", shared_bytes=LARGE, descriptors=False, block_columns=(128, 32))
+    first, second = table.choose(1)
     assert (first.k, second.k) == (128, 32)
 
 
 def test_a_table_of_ones_own() -> None:
-    pair = MEASURED["half"][32]
+    pair = MEASURED["half"][24]
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=False, pairs={32: pair})
-    assert table.choose(1, 8, 2, (0, 0)) == table.choose(10_000, 8, 2, (0, 0)) == pair
+    assert table.choose(1) == table.choose(1000) == pair

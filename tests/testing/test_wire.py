@@ -86,7 +86,7 @@ def test_tokens_with_a_calibrated_scale() -> None:
         (TokenDtype("int8", "token"), lambda scales: scales.roll(1)),
         (TokenDtype("fp8", "row_128"), lambda scales: scales.flip(0)),
     ],
-    ids=str,
+    ids=["one power of two up", "of another token", "in reverse order"],
 )
 def test_a_reader_that_takes_scales_wrongly_fails(token_dtype: TokenDtype, spoil: Any) -> None:
     results = _results((TokenDtype("bf16"), token_dtype), spoil)

@@ -14,18 +14,20 @@ class Device:
 
     Attributes:
         shared_bytes: Shared memory that one program may have.
+        multiprocessors: How many it has.
         tma: Whether it has a bulk copy engine that reads tensors by descriptors.
         pdl: Whether a launch may start while the one before it ends (programmatic dependent launch): the kernels then
             wait for it themselves before they read anything.
     """
 
     shared_bytes: int
+    multiprocessors: int
     tma: bool
     pdl: bool
 
 
 #: Under the interpreter: enough for every tile of the table.
-_INTERPRETED = Device(shared_bytes=227 << 10, tma=True, pdl=False)
+_INTERPRETED = Device(shared_bytes=227 << 10, multiprocessors=2, tma=True, pdl=False)
 
 
 @functools.cache
@@ -36,4 +38,4 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     is_hopper_or_later = properties.major >= 9
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(shared_bytes, tma=is_hopper_or_later, pdl=is_hopper_or_later)
+    return Device(shared_bytes, properties.multi_processor_count, tma=is_hopper_or_later, pdl=is_hopper_or_later)

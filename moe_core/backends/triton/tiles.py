@@ -5,7 +5,7 @@ Nothing is tuned while a request waits. A table made on another machine can take
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from typing import TypeAlias
 
 import attrs
@@ -20,29 +20,33 @@ OPERANDS = ("half", "byte", "narrow")
 _BYTES = {"half": (2, 2), "byte": (1, 1), "narrow": (2, 1)}
 
 
-#: Rows per tile -> tiles; H100, 2026-11-28 (docs/benchmarks.md). With few rows, weights are the operand of 64 rows;
-#: with many, 16-bit weights come through the bulk copy engine.
-MEASURED: dict[str, dict[int, TilePair]] = {
+#: Most rows per expert, on average, and the tiles that are best up to there; H100, 2026-11-28 (docs/benchmarks.md).
+#: With few rows, weights are the operand of 64 rows; with many, they come through the bulk copy engine.
+MEASURED: dict[str, dict[float, TilePair]] = {
     "half": {
-        16: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        32: (Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
-        64: (Tile(64, 128, 64, 4, 3, tma=True), Tile(64, 128, 64, 4, 4, tma=True)),
-        128: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True)),
+        8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        24: (Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
+        48: (Tile(64, 128, 64, 8, 3, tma=True), Tile(64, 128, 64, 8, 3, tma=True, tma_rows=True)),
+        # Weights are still what takes the time.
+        96: (Tile(128, 128, 64, 8, 3, tma=True), Tile(128, 128, 128, 4, 3, tma=True, tma_rows=True)),
+        256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True)),
+        math.inf: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True, tma_rows=True, resident=1)),
     },
     "byte": {
-        16: (Tile(16, 64, 128, 4, 5, swap=True), Tile(16, 64, 128, 4, 5, swap=True)),
-        32: (Tile(32, 64, 128, 4, 3, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
-        64: (Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
+        8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 5, swap=True)),
+        24: (Tile(32, 32, 128, 4, 6, swap=True), Tile(32, 128, 128, 4, 3, swap=True, tma=True)),
+        math.inf: (
+            Tile(64, 128, 128, 8, 4, tma=True),
+            Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
+        ),
     },
     "narrow": {
-        16: (Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3)),
-        32: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
-        64: (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-        128: (Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
+        8: (Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3)),
+        24: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
+        48: (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+        math.inf: (Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
     },
 }
-#: Most rows per expert, on average, for which tiles of so many rows are best; more rows take the largest.
-_ROWS_UP_TO = {16: 8, 32: 24, 64: 48}
 
 #: One token: tiles of both projections (H100, 2026-11-28).
 ONE_TOKEN = (VectorTile(8, 512, 4), VectorTile(4, 1024, 8))
@@ -50,44 +54,52 @@ ONE_TOKEN = (VectorTile(8, 512, 4), VectorTile(4, 1024, 8))
 
 @attrs.frozen(kw_only=True)
 class TileTable:
-    """Tiles for every size of a layer on one device.
+    """Tiles for every number of rows of a layer on one device.
 
     Attributes:
         operands: One of `OPERANDS`.
         shared_bytes: Shared memory that one program may have.
         descriptors: Whether the device has a bulk copy engine and can read both projections with it.
-        pairs: Rows per tile -> tiles.
+        halves: 2 for a gated layer, whose first GEMM reads two weight rows per output, else 1.
+        block_columns: Inputs that share a weight scale in either GEMM, 0 for all; a step must lie within a block.
+        pairs: Most rows per expert, on average and ascending -> tiles; more rows than the last take its tiles.
         one_token: Tiles for a single token.
     """
 
     operands: str
     shared_bytes: int
     descriptors: bool
-    pairs: Mapping[int, TilePair] = attrs.field()
+    halves: int = 2
+    block_columns: tuple[int, int] = (0, 0)
+    pairs: dict[float, TilePair] = attrs.field()
     one_token: tuple[VectorTile, VectorTile] = ONE_TOKEN
+    _allowed_pairs: tuple[tuple[float, TilePair], ...] = attrs.field(init=False)
 
     @pairs.default
-    def _measured(self) -> Mapping[int, TilePair]:
+    def _measured(self) -> dict[float, TilePair]:
         return MEASURED[self.operands]
 
-    def choose(self, num_slots: int, num_experts: int, halves: int, block_columns: tuple[int, int]) -> TilePair:
-        """The tiles for `num_slots` routed slots over `num_experts` experts.
+    @_allowed_pairs.default
+    def _allow(self) -> tuple[tuple[float, TilePair], ...]:
+        first_block, second_block = self.block_columns
+        return tuple(
+            (rows, (self._allowed(first, self.halves, first_block), self._allowed(second, 1, second_block)))
+            for rows, (first, second) in self.pairs.items()
+        )
 
-        Args:
-            num_slots: Tokens times top-k.
-            num_experts: Local experts.
-            halves: 2 for a gated layer, whose first GEMM reads two weight rows per output, else 1.
-            block_columns: Inputs that share a weight scale in either GEMM, 0 for all; a step must lie within a block.
-        """
-        mean = num_slots / max(1, num_experts)
-        rows = next((m for m, most in _ROWS_UP_TO.items() if mean <= most and m in self.pairs), max(self.pairs))
-        first, second = self.pairs[rows]
-        return self._allowed(first, halves, block_columns[0]), self._allowed(second, 1, block_columns[1])
+    def choose(self, rows_per_expert: float) -> TilePair:
+        """The tiles for so many rows per expert, on average."""
+        for most, pair in self._allowed_pairs:
+            if rows_per_expert <= most:
+                return pair
+        return self._allowed_pairs[-1][1]
 
     def _allowed(self, tile: Tile, halves: int, columns: int) -> Tile:
         """The tile without what the device lacks, and with steps inside a block of scales."""
         step = min(tile.k, columns) if columns and self.operands == "byte" else tile.k
-        return self._fitted(attrs.evolve(tile, k=step, tma=tile.tma and self.descriptors), halves)
+        if not self.descriptors:
+            tile = attrs.evolve(tile, tma=False, tma_rows=False, resident=0)
+        return self._fitted(attrs.evolve(tile, k=step), halves)
 
     def _fitted(self, tile: Tile, halves: int) -> Tile:
         """The tile with fewer or shorter steps, so that those in flight fit into shared memory."""

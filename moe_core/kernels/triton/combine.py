@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned, power_of_two
 from moe_core.kernels.triton.rows import flat_rows
+from moe_core.kernels.triton.weights import strides_of
 from moe_core.payloads import Tensor
 
 
@@ -36,28 +41,24 @@ def combine(
     num_tokens, top_k = row_map.shape
     width, rows = rows.shape[1], flat_rows(rows)
     out = rows.new_empty((num_tokens, width), dtype=dtype)
-    if num_tokens:
-        block = min(1024, triton.next_power_of_2(width))
-        _combine[(num_tokens, triton.cdiv(width, block))](
-            rows,
-            row_map,
-            topk_weights,
-            out,
-            width,
-            rows.stride(0),
-            scaling_factor,
-            row_map.stride(0),
-            row_map.stride(1),
-            0 if topk_weights is None else topk_weights.stride(0),
-            0 if topk_weights is None else topk_weights.stride(1),
-            TOP_K=top_k,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=4,
-            enable_fp_fusion=False,
-            launch_pdl=pdl,
-        )
+    if not num_tokens:
+        return out
+    block = min(1024, power_of_two(width))
+    unit = top_k, block, pdl
+    strides = width, rows.stride(0), *row_map.stride(), *strides_of(topk_weights, 2)
+    # The output is new, and therefore aligned.
+    key = (
+        *(unit, strides, dtype, rows.dtype, row_map.dtype, None if topk_weights is None else topk_weights.dtype),
+        *(is_aligned(rows), is_aligned(row_map), topk_weights is None or is_aligned(topk_weights)),
+    )
+    arguments = rows, row_map, topk_weights, out, float(scaling_factor), *strides
+    _launches(key, (num_tokens, divided_up(width, block), 1), arguments, partial(_constants, *unit))
     return out
+
+
+def _constants(top_k: int, block: int, pdl: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": pdl}
+    return {"TOP_K": top_k, "BLOCK": block, "PDL": pdl}, options
 
 
 @triton.jit
@@ -66,9 +67,9 @@ def _combine(
     row_map,
     weights,
     out,
+    scaling_factor,
     width,
     stride,
-    scaling_factor,
     stride_mt,
     stride_mk,
     stride_wt,
@@ -93,3 +94,6 @@ def _combine(
     # A product with 1 is exact.
     total *= scaling_factor
     tl.store(out + token.to(tl.int64) * width + columns, narrow(total, out.dtype.element_ty), mask=columns < width)
+
+
+_launches = Launches(_combine)

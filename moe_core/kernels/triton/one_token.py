@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,88 +11,99 @@ import triton.language as tl
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.triton.activation import activate, activation_constants
 from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned
 from moe_core.kernels.triton.tiles import VectorTile
 from moe_core.kernels.triton.weights import GroupedWeight, strides_of
 from moe_core.payloads import Tensor
 
 
-def experts_of_one_token(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w13: GroupedWeight,
-    w2: GroupedWeight,
-    activation: ActivationSpec,
-    tiles: tuple[VectorTile, VectorTile],
-    *,
-    check: bool = False,
-    pdl: bool = False,
-) -> Tensor:
-    """`[1, H]` -> the weighted sum `[1, H]` of its experts; nothing is rounded between tokens and result.
+class OneToken:
+    """The experts of a single token: matrix times vector, nothing rounded between token and result."""
 
-    Args:
-        hidden_states: `[1, H]`, contiguous.
-        topk_ids: `[1, K]` local ids, -1 = no expert.
-        topk_weights: `[1, K]`, used as fp32.
-        w13: First projection, unquantized.
-        w2: Second projection, unquantized.
-        activation: Between them.
-        tiles: Of both launches.
-        check: Stop the device on an id out of range.
-        pdl: Start the second launch before the first has ended (see the package).
-    """
-    top_k = topk_ids.shape[1]
-    num_experts = w13.data.shape[0]
-    inner, hidden_size = w2.data.shape[2], w2.data.shape[1]
-    inside = hidden_states.new_empty((top_k, inner), dtype=torch.float32)
-    out = hidden_states.new_empty((1, hidden_size))
-    first, second = tiles
-    _first_projection[(triton.cdiv(inner, first.n), top_k)](
-        inside,
-        hidden_states,
-        w13.data,
-        w13.bias,
-        topk_ids,
-        topk_ids.stride(1),
-        num_experts,
-        inner,
-        hidden_size,
-        *w13.data.stride(),
-        *strides_of(w13.bias, 2),
-        BN=first.n,
-        BK=first.k,
-        EVEN_K=hidden_size % first.k == 0,
-        INTERLEAVED=not activation.gated or activation.row_order == "interleaved",
-        CHECK=check,
-        PDL=pdl,
-        **activation_constants(activation),
-        num_warps=first.num_warps,
-        debug=check,
-        sanitize_overflow=False,
-        launch_pdl=pdl,
-    )
-    _second_projection[(triton.cdiv(hidden_size, second.n),)](
-        out,
-        inside,
-        w2.data,
-        w2.bias,
-        topk_ids,
-        topk_weights,
-        topk_ids.stride(1),
-        topk_weights.stride(1),
-        hidden_size,
-        inner,
-        *w2.data.stride(),
-        *strides_of(w2.bias, 2),
-        TOP_K=top_k,
-        BN=second.n,
-        BK=second.k,
-        EVEN_K=inner % second.k == 0,
-        PDL=pdl,
-        num_warps=second.num_warps,
-        launch_pdl=pdl,
-    )
-    return out
+    def __init__(
+        self,
+        w13: GroupedWeight,
+        w2: GroupedWeight,
+        activation: ActivationSpec,
+        tiles: tuple[VectorTile, VectorTile],
+        *,
+        check: bool = False,
+        pdl: bool = False,
+    ) -> None:
+        """What does not change between calls.
+
+        Args:
+            w13: First projection, unquantized.
+            w2: Second projection, unquantized.
+            activation: Between them.
+            tiles: Of both launches.
+            check: Stop the device on an id out of range.
+            pdl: Start the second launch before the first has ended (see the package).
+        """
+        num_experts, self._hidden_size, self._inner = w2.data.shape
+        self._activation, self._tiles, self._check, self._pdl = activation, tiles, check, pdl
+        self._first, self._second = Launches(_first_projection), Launches(_second_projection)
+        self._w13, self._w2 = (w13.data, w13.bias), (w2.data, w2.bias)
+        strides13, strides2 = ((*weight.data.stride(), *strides_of(weight.bias, 2)) for weight in (w13, w2))
+        self._sizes13 = num_experts, self._inner, self._hidden_size, *strides13
+        self._sizes2 = self._hidden_size, self._inner, *strides2
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """`[1, H]` -> the weighted sum `[1, H]` of its experts.
+
+        Args:
+            hidden_states: `[1, H]`, contiguous.
+            topk_ids: `[1, K]` local ids, -1 = no expert.
+            topk_weights: `[1, K]`, used as fp32.
+        """
+        top_k = topk_ids.shape[1]
+        inside = hidden_states.new_empty((top_k, self._inner), dtype=torch.float32)
+        out = torch.empty_like(hidden_states)
+        id_stride, weight_stride = topk_ids.stride(1), topk_weights.stride(1)
+        key = (
+            *(hidden_states.dtype, topk_ids.dtype, topk_weights.dtype, top_k, id_stride, weight_stride),
+            *map(is_aligned, (hidden_states, topk_ids, topk_weights)),
+        )
+        first, second = self._tiles
+        self._first(
+            key,
+            (divided_up(self._inner, first.n), top_k, 1),
+            (inside, hidden_states, *self._w13, topk_ids, id_stride, *self._sizes13),
+            self._first_constants,
+        )
+        self._second(
+            key,
+            (divided_up(self._hidden_size, second.n), 1, 1),
+            (out, inside, *self._w2, topk_ids, topk_weights, id_stride, weight_stride, *self._sizes2),
+            lambda: self._second_constants(top_k),
+        )
+        return out
+
+    def _first_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        tile, activation = self._tiles[0], self._activation
+        constants = {
+            "BN": tile.n,
+            "BK": tile.k,
+            "EVEN_K": self._hidden_size % tile.k == 0,
+            "INTERLEAVED": not activation.gated or activation.row_order == "interleaved",
+            "CHECK": self._check,
+            "PDL": self._pdl,
+            **activation_constants(activation),
+        }
+        # `debug` makes device assertions real; it would make additions checked ones too.
+        options = {"num_warps": tile.num_warps, "debug": self._check, "sanitize_overflow": False}
+        return constants, {**options, "launch_pdl": self._pdl}
+
+    def _second_constants(self, top_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        tile = self._tiles[1]
+        constants = {
+            "TOP_K": top_k,
+            "BN": tile.n,
+            "BK": tile.k,
+            "EVEN_K": self._inner % tile.k == 0,
+            "PDL": self._pdl,
+        }
+        return constants, {"num_warps": tile.num_warps, "launch_pdl": self._pdl}
 
 
 @triton.jit

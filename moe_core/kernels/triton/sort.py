@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import attrs
 import torch
-import triton
 
 from moe_core.kernels.permute import Permutation, max_rows
 from moe_core.kernels.triton import sort_kernels as kernels
+from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned, power_of_two
 from moe_core.payloads import Tensor
 
 #: Most slots that one launch sorts by comparing all pairs; more are counted block by block first.
@@ -18,6 +19,9 @@ _PLACE_BLOCK = 16
 _PLACE_STEP = 512
 _COUNT_STEP = 4096
 _COUNT_BLOCK = 256
+
+
+_pairwise, _count, _place = map(Launches, (kernels.sort_pairwise, kernels.count_blocks, kernels.place_blocks))
 
 
 @attrs.define(eq=False)
@@ -55,6 +59,46 @@ class SortedSlots:
     num_tokens_per_expert: Tensor
     group_ends: Tensor
     tiles: RowTiles
+
+
+class _Variant(NamedTuple):
+    """What the kernels are compiled for, apart from the types of their arguments."""
+
+    block_m: int
+    num_experts: int
+    alignment: int
+    blocks: bool
+    check: bool
+    pdl: bool
+
+    def pairwise_constants(self, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        steps = {
+            "BLOCK": _PLACE_BLOCK,
+            "STEP": min(_PLACE_STEP, slots),
+            "COUNT_STEP": min(_COUNT_STEP, slots),
+            "CHECK": self.check,
+        }
+        return {**self._groups(), **steps}, self._options()
+
+    def count_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        experts = power_of_two(self.num_experts)
+        return {"BLOCK": _COUNT_BLOCK, "EXPERTS": experts, "CHECK": self.check}, self._options()
+
+    def place_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {**self._groups(), "BLOCK": _COUNT_BLOCK}, {}
+
+    def _groups(self) -> dict[str, Any]:
+        return {
+            "BM": self.block_m,
+            "EXPERTS": power_of_two(self.num_experts),
+            "ALIGNMENT": self.alignment,
+            "BLOCKS": self.blocks,
+            "PDL": self.pdl,
+        }
+
+    def _options(self) -> dict[str, Any]:
+        # `debug` makes device assertions real; it would make additions checked ones too.
+        return {"debug": self.check, "sanitize_overflow": False}
 
 
 def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
@@ -132,51 +176,19 @@ def _sort(
     num_slots, new = ids.numel(), partial(ids.new_empty, dtype=torch.int32)
     row_map, counts, ends = new(ids.shape), new((num_experts,)), new((num_experts,))
     outputs = order, row_map, counts, ends, table
-    num_tiles = 0 if table is None else len(table)
-    sizes = {
-        "BM": block_m,
-        "EXPERTS": triton.next_power_of_2(max(num_experts, 2)),
-        "ALIGNMENT": alignment,
-        "BLOCKS": rows_per_expert is not None,
-        "PDL": pdl,
-    }
-    # `debug` makes device assertions real; it would make additions checked ones too.
-    options = {"debug": check, "sanitize_overflow": False}
+    sizes = num_slots, num_experts, 0 if table is None else len(table), rows_per_expert or 0
+    variant = _Variant(block_m, num_experts, alignment, rows_per_expert is not None, check, pdl)
+    # The outputs are new, and therefore aligned.
+    key = variant, ids.dtype, is_aligned(ids), order is None, table is None
     if num_slots <= _PAIRWISE_SLOTS:
-        grid = (triton.cdiv(num_slots, _PLACE_BLOCK) + 1,)
-        power = triton.next_power_of_2(max(num_slots, 2))
-        kernels.sort_pairwise[grid](
-            ids,
-            *outputs,
-            num_slots,
-            num_experts,
-            num_tiles,
-            rows_per_expert or 0,
-            **sizes,
-            BLOCK=_PLACE_BLOCK,
-            STEP=min(_PLACE_STEP, power),
-            COUNT_STEP=min(_COUNT_STEP, power),
-            CHECK=check,
-            **options,
-        )
+        power = power_of_two(num_slots)
+        programs = divided_up(num_slots, _PLACE_BLOCK) + 1
+        _pairwise((key, power), (programs, 1, 1), (ids, *outputs, *sizes), lambda: variant.pairwise_constants(power))
     else:
-        blocks = triton.cdiv(num_slots, _COUNT_BLOCK)
+        blocks = divided_up(num_slots, _COUNT_BLOCK)
         by_block = new((blocks, num_experts))
-        kernels.count_blocks[(blocks,)](
-            ids, by_block, num_slots, num_experts, BLOCK=_COUNT_BLOCK, EXPERTS=sizes["EXPERTS"], CHECK=check, **options
-        )
-        kernels.place_blocks[(blocks,)](
-            ids,
-            by_block,
-            *outputs,
-            num_slots,
-            num_experts,
-            num_tiles,
-            rows_per_expert or 0,
-            blocks,
-            **sizes,
-            BLOCK=_COUNT_BLOCK,
-        )
+        _count(key, (blocks, 1, 1), (ids, by_block, num_slots, num_experts), variant.count_constants)
+        _place(key, (blocks, 1, 1), (ids, by_block, *outputs, *sizes, blocks), variant.place_constants)
     return row_map, counts, ends
 
 
@@ -191,8 +203,14 @@ def group_tiles(counts: Tensor, num_rows: int, block_m: int, *, group_ends: Tens
     """
     num_experts = counts.shape[0]
     table = counts.new_empty((max_tiles(num_rows, num_experts, block_m), 3))
-    experts = triton.next_power_of_2(max(num_experts, 2))
     kernels.tile_groups[(1,)](
-        counts, group_ends, table, num_experts, len(table), num_rows // num_experts, BM=block_m, EXPERTS=experts
+        counts,
+        group_ends,
+        table,
+        num_experts,
+        len(table),
+        num_rows // num_experts,
+        BM=block_m,
+        EXPERTS=power_of_two(num_experts),
     )
     return RowTiles(table, block_m)

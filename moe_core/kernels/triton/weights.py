@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_core.kernels.triton.interpreter import as_operand, narrow
+from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
 
@@ -35,10 +36,8 @@ class GroupedWeight:
     _descriptors: dict[tuple[int, int, int, bool], TensorDescriptor] = attrs.field(factory=dict, init=False)
 
     def takes_descriptors(self) -> bool:
-        """Whether the bulk copy engine can read the weights: unit stride along C, the others on 16 bytes."""
-        data, size = self.data, self.data.element_size()
-        aligned = all(stride * size % 16 == 0 for stride in data.stride()[:2]) and data.data_ptr() % 16 == 0
-        return self.packing == "plain" and data.stride(2) == 1 and aligned
+        """Whether the bulk copy engine can read the weights."""
+        return self.packing == "plain" and takes_descriptor(self.data)
 
     def descriptor(self, n: int, k: int, halves: int, interleaved: bool) -> TensorDescriptor:
         """The weights as `[L, N / halves, halves, C]` in tiles of `[1, n, halves, k]`, made once per tile."""
@@ -57,6 +56,13 @@ class GroupedWeight:
     def num_inputs(self) -> int:
         """Width `C` of the input rows."""
         return self.data.shape[2] * (1 if self.packing == "plain" else 2)
+
+
+def takes_descriptor(tensor: Tensor) -> bool:
+    """Whether the bulk copy engine can read it: unit stride along the last axis, everything else on 16 bytes."""
+    *outer, last = tensor.stride()
+    size = tensor.element_size()
+    return last == 1 and is_aligned(tensor) and all(stride * size % 16 == 0 for stride in outer)
 
 
 def strides_of(tensor: Tensor | None, count: int) -> tuple[int, ...]:

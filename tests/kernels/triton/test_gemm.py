@@ -13,8 +13,8 @@ from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.triton.combine import combine
-from moe_core.kernels.triton.gemm import grouped_gemm
-from moe_core.kernels.triton.one_token import experts_of_one_token
+from moe_core.kernels.triton.gemm import GroupedGemm
+from moe_core.kernels.triton.one_token import OneToken
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile, VectorTile
 from moe_core.kernels.triton.weights import GroupedWeight
@@ -22,7 +22,14 @@ from moe_core.kernels.triton.weights import GroupedWeight
 #: No size is a multiple of a tile; descriptors need rows of 16 bytes.
 EXPERTS, TOP_K, HIDDEN, INNER = 5, 3, 72, 40
 INTERLEAVED = ActivationSpec(kind="gelu_tanh", row_order="interleaved", limit=1.0, clamp="after")
-TILES = [Tile(16, 32, 32), Tile(16, 32, 32, swap=True), Tile(16, 32, 32, tma=True)]
+TILES = [
+    Tile(16, 32, 32),
+    Tile(16, 32, 32, swap=True),
+    Tile(16, 32, 32, tma=True),
+    Tile(16, 32, 32, tma=True, tma_rows=True),
+    Tile(16, 32, 32, tma=True, resident=7),
+    Tile(16, 32, 32, swap=True, resident=2),
+]
 
 
 def _weights(params: dict[str, Any]) -> tuple[GroupedWeight, GroupedWeight]:
@@ -37,7 +44,7 @@ def _case(dtype: torch.dtype, spec: ActivationSpec, tokens: int) -> tuple[dict[s
     return params, (hidden, ids, weights)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["plain", "swap", "tma"])
+@pytest.mark.parametrize("tile", TILES, ids=["plain", "swap", "tma", "rows", "persistent", "both"])
 @pytest.mark.parametrize("spec", [SWIGLU_OAI, INTERLEAVED, RELU2], ids=str)
 def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     params, (hidden, ids, weights) = _case(torch.bfloat16, spec, 9)
@@ -45,8 +52,8 @@ def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     hidden, router = hidden.to(DEVICE), weights.to(DEVICE)
     slots = sort_slots(ids.to(DEVICE), EXPERTS, tile.m)
     inside, rows = hidden.new_empty(9 * TOP_K, INNER), hidden.new_empty(9 * TOP_K, HIDDEN)
-    grouped_gemm(hidden, w13, slots.tiles, inside, tile, activation=spec, order=slots.order, top_k=TOP_K)
-    grouped_gemm(inside, w2, slots.tiles, rows, tile)
+    GroupedGemm(w13, activation=spec)(hidden, slots.tiles, inside, tile, order=slots.order, top_k=TOP_K)
+    GroupedGemm(w2)(inside, slots.tiles, rows, tile)
     got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
     assert relative_error(got, layer(hidden.cpu(), ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
     assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
@@ -63,8 +70,8 @@ def test_weights_may_lie_in_any_order(transposed: bool) -> None:
     hidden = hidden.to(DEVICE)
     slots = sort_slots(ids.to(DEVICE), EXPERTS, 16)
     inside, rows = hidden.new_empty(4 * TOP_K, INNER), hidden.new_empty(4 * TOP_K, HIDDEN, dtype=torch.float32)
-    grouped_gemm(hidden, w13, slots.tiles, inside, TILES[0], activation=SWIGLU, order=slots.order, top_k=TOP_K)
-    grouped_gemm(inside, w2, slots.tiles, rows, TILES[0])
+    GroupedGemm(w13, activation=SWIGLU)(hidden, slots.tiles, inside, TILES[0], order=slots.order, top_k=TOP_K)
+    GroupedGemm(w2)(inside, slots.tiles, rows, TILES[0])
     got = combine(rows, slots.row_map, weights.to(DEVICE), torch.float16).cpu()
     assert relative_error(got, layer(hidden.cpu(), ids, weights, params, SWIGLU)) < TOLERANCE[torch.float16]
 
@@ -74,6 +81,6 @@ def test_one_token(spec: ActivationSpec) -> None:
     params, tokens = _case(torch.bfloat16, spec, 1)
     w13, w2 = _weights(params)
     tiles = VectorTile(4, 32), VectorTile(8, 32)
-    got = experts_of_one_token(*(tensor.to(DEVICE) for tensor in tokens), w13, w2, spec, tiles).cpu()
+    got = OneToken(w13, w2, spec, tiles)(*(tensor.to(DEVICE) for tensor in tokens)).cpu()
     # Only the output is rounded.
     assert relative_error(got, layer(*tokens, params, spec)) < 2**-8

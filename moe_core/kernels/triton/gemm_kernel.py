@@ -1,0 +1,235 @@
+"""The kernel of one GEMM per expert, and what it is made of."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_core.kernels.triton.activation import activate
+from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
+from moe_core.kernels.triton.weights import load_tile, load_weight_only
+
+
+@triton.jit
+def _used(tiles, num_row_tiles):
+    """Entries of the table that hold a tile: they come first."""
+    used = 0
+    for start in range(0, num_row_tiles, 1024):
+        entries = start + tl.arange(0, 1024)
+        experts = tl.load(tiles + 3 * entries, mask=entries < num_row_tiles, other=-1)
+        used += tl.sum((experts >= 0).to(tl.int32))
+    return used
+
+
+@triton.jit
+def _position(program, num_row_tiles, columns, TURN: tl.constexpr):
+    """Tile of rows and tile of columns of one program: a few tiles of rows share each tile of weights."""
+    turn = program // (TURN * columns)
+    rows_in_turn = tl.minimum(num_row_tiles - turn * TURN, TURN)
+    inside = program % (TURN * columns)
+    return turn * TURN + inside % rows_in_turn, inside // rows_in_turn
+
+
+@triton.jit
+def _product(x, w, acc, SWAP: tl.constexpr, EXACT_EVERY: tl.constexpr):
+    """`acc + x @ w.T`, or its transpose where the weights are the first operand."""
+    # Hopper adds up fp8 products in fewer bits than fp32; after a step they are added to it.
+    IMPRECISE: tl.constexpr = EXACT_EVERY if x.dtype == tl.float8e4nv else None
+    if SWAP:
+        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE, out_dtype=acc.dtype)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=IMPRECISE, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def _column_factors(scales, to_up, columns, ONE_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Scales of a tile's weight rows in fp32; a tile inside one block of rows (one per half) loads only those."""
+    factor = tl.load(scales).to(tl.float32)
+    if ONE_BLOCK:
+        if INTERLEAVED:
+            factor = tl.broadcast_to(factor, columns.shape)
+        else:
+            factor = tl.where(columns % 2 == 0, factor, tl.load(scales + to_up).to(tl.float32))
+    return factor
+
+
+@triton.jit
+def _factors(of_rows, of_columns, SWAP: tl.constexpr):
+    """One factor per element of a product made by `_product`."""
+    return of_columns[:, None] * of_rows[None, :] if SWAP else of_rows[:, None] * of_columns[None, :]
+
+
+# The number of tiles changes with the tokens and nothing is gained from its divisors.
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def grouped_gemm(
+    out,
+    x,
+    w,
+    bias,
+    x_scale,
+    w_scale,
+    w_zero,
+    w_row_scale,
+    order,
+    tiles,
+    width,
+    num_inputs,
+    num_row_tiles,
+    top_k,
+    stride_x,
+    stride_out,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_be,
+    stride_bn,
+    stride_sx,
+    stride_se,
+    stride_sn,
+    stride_sk,
+    stride_ze,
+    stride_zn,
+    stride_zk,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_ROWS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    TURN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PACKING: tl.constexpr,
+    SCALING: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BETA: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+):
+    """Columns of the product are weight rows; of a gated one they alternate, gate and up, whatever the rows' order."""
+    program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.cdiv(width, BN)
+    if PERSISTENT:
+        num_row_tiles = _used(tiles, num_row_tiles)
+        end = num_row_tiles * columns
+        step = tl.num_programs(0)
+    else:
+        row_tile, column_tile = _position(program, num_row_tiles, columns, TURN)
+        if tl.load(tiles + 3 * row_tile) < 0:
+            return
+        end = program + 1
+        step = 1
+    for position in tl.range(program, end, step, flatten=PERSISTENT):
+        row_tile, column_tile = _position(position, num_row_tiles, columns, TURN)
+        expert = tl.load(tiles + 3 * row_tile)
+        first = tl.load(tiles + 3 * row_tile + 1)
+        rows = first + tl.arange(0, BM)
+        there = rows < tl.load(tiles + 3 * row_tile + 2)
+        # Rows past the group repeat its first one and are not stored.
+        rows = tl.where(there, rows, first)
+        sources = rows
+        if order is not None:
+            sources = tl.load(order + rows) // top_k
+        sources = sources.to(tl.int64)
+
+        HALVES: tl.constexpr = 2 if GATED else 1
+        BW: tl.constexpr = BN * HALVES
+        w_columns = column_tile * BW + tl.arange(0, BW)
+        # Columns past the last repeat the first ones and are not stored.
+        w_rows = w_columns % (width * HALVES)
+        if not INTERLEAVED:
+            w_rows = (w_rows % 2) * width + w_rows // 2
+        expert = expert.to(tl.int64)
+        base = w
+        if not TMA:
+            base += expert * stride_we
+        scale_rows = (column_tile * (BW if INTERLEAVED else BN) if ONE_BLOCK else w_rows) // SCALE_ROWS
+        scales = w_scale
+        zeros = w_zero
+        if w_scale is not None:
+            scales += expert * stride_se + scale_rows * stride_sn
+        if w_zero is not None:
+            zeros += expert * stride_ze + scale_rows * stride_zn
+
+        X_DTYPE: tl.constexpr = x.dtype if TMA_ROWS else x.dtype.element_ty
+        SUM: tl.constexpr = tl.int32 if tl.int8 == X_DTYPE else tl.float32
+        acc = tl.zeros((BW, BM) if SWAP else (BM, BW), dtype=SUM)
+        if SCALING == "block":
+            x_factor = tl.load(x_scale + sources * stride_sx)
+            to_up = width // SCALE_ROWS * stride_sn
+            w_factor = _column_factors(scales, to_up, w_columns, ONE_BLOCK, INTERLEAVED)
+        for k in range(0, num_inputs, BK):
+            k_columns = k + tl.arange(0, BK)
+            if TMA_ROWS:
+                x_tile = as_operand(x.load([first, k]))
+                if INTERPRETED:
+                    # Rows past the group may hold anything, of which NumPy would warn.
+                    x_tile = tl.where(there[:, None], x_tile, tl.zeros_like(x_tile))
+            else:
+                x_tile = as_operand(
+                    load_tile(x + sources[:, None] * stride_x + k_columns[None, :], k_columns, num_inputs, EVEN_K)
+                )
+            if TMA:
+                w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
+            elif SCALING == "weight":
+                w_tile = load_weight_only(
+                    base + w_rows * stride_wn,
+                    scales,
+                    zeros,
+                    k,
+                    num_inputs,
+                    stride_wk,
+                    stride_sk,
+                    stride_zk,
+                    PACKING,
+                    SCALE_COLUMNS,
+                    BK,
+                    EVEN_K,
+                    X_DTYPE,
+                )
+            else:
+                pointers = base + w_rows[:, None] * stride_wn + k_columns[None, :] * stride_wk
+                w_tile = as_operand(load_tile(pointers, k_columns, num_inputs, EVEN_K))
+            if SCALING == "block":
+                # The next step's are loaded before the product, which hides the wait for them.
+                factors = _factors(x_factor, w_factor, SWAP)
+                ahead = tl.minimum(k + BK, num_inputs - 1)
+                x_factor = tl.load(x_scale + sources * stride_sx + ahead // ROW_GROUP)
+                w_factor = _column_factors(
+                    scales + ahead // SCALE_COLUMNS * stride_sk, to_up, w_columns, ONE_BLOCK, INTERLEAVED
+                )
+                acc += _product(x_tile, w_tile, tl.zeros_like(acc), SWAP, None) * factors
+            else:
+                acc = _product(x_tile, w_tile, acc, SWAP, BK)
+
+        sums = acc
+        if SWAP:
+            sums = tl.trans(sums)
+        sums = sums.to(tl.float32)
+        if SCALING == "row":
+            sums *= tl.load(x_scale + sources * stride_sx)[:, None]
+        if w_row_scale is not None:
+            sums *= tl.load(w_row_scale + expert * width * HALVES + w_rows)[None, :]
+        if bias is not None:
+            sums += tl.load(bias + expert * stride_be + w_rows * stride_bn).to(tl.float32)[None, :]
+        if GATED:
+            gate, up = tl.split(tl.reshape(sums, (BM, BN, 2)))
+        else:
+            gate = sums
+            up = sums
+        value = activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
+        out_columns = column_tile * BN + tl.arange(0, BN)
+        pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
+        tl.store(pointers, narrow(value, out.dtype.element_ty), mask=there[:, None] & (out_columns[None, :] < width))
