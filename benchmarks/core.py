@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from moe_core import LayerRequest, MoELayer, RawWeights, default_manager, load_environment, plan_layers
 from moe_core.quant import BF16, FP8_BLOCK128, LayerQuant
+from moe_core.tuning.timing import measure, prepare, take_turns
 
 
 def import_seconds(module: str, repeats: int = 5) -> float:
@@ -45,7 +45,7 @@ def resolve_milliseconds(distinct: bool, quant: LayerQuant, num_layers: int = 61
         )
         for index in range(num_layers)
     }
-    return 1e3 * _median(lambda: plan_layers(manager, requests, environment), repeats)
+    return measure([lambda: plan_layers(manager, requests, environment)], "cpu", repeats=repeats).microseconds / 1e3
 
 
 def overhead_microseconds(repeats: int = 25, calls: int = 400) -> tuple[float, float]:
@@ -68,14 +68,10 @@ def overhead_microseconds(repeats: int = 25, calls: int = 400) -> tuple[float, f
     def through_layer() -> torch.Tensor:
         return layer(hidden_states, topk_ids, topk_weights)
 
-    samples: dict[Callable[[], torch.Tensor], list[float]] = {by_hand: [], through_layer: []}
-    for _ in range(repeats):
-        for function, times in samples.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            times.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(samples[through_layer]), statistics.median(samples[by_hand])
+    timings = take_turns(
+        {"layer": prepare([through_layer] * calls, "cpu"), "by hand": prepare([by_hand] * calls, "cpu")}, repeats
+    )
+    return timings["layer"].microseconds, timings["by hand"].microseconds
 
 
 def load_peak_ratio() -> tuple[float, float]:
@@ -109,15 +105,6 @@ def make_layer(num_experts: int, hidden_size: int, intermediate_size: int, top_k
     weights = RawWeights(tensors=make_tensors(num_experts, hidden_size, intermediate_size))
     layer.load_weights(weights)
     return layer, weights
-
-
-def _median(function: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _peak_growth(function: Callable[[], object]) -> int:

@@ -15,6 +15,7 @@ from moe_core.plan import MoEPlan
 
 #: How long a rank waits for the others' plans.
 TIMEOUT = datetime.timedelta(seconds=60)
+_ADVICE = "give all of them equal requests, equal measurements, and plugins of equal versions"
 
 
 def check_agreement(
@@ -70,5 +71,5 @@ def _first_difference(plans: list[dict[str, str]]) -> str:
         values = [plan.get(field, "absent") for plan in plans]
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return f"ranks made different plans; field {field!r}: {listed}"
-    return "ranks made different plans"
+            return f"ranks made different plans; field {field!r}: {listed}; {_ADVICE}"
+    return f"ranks made different plans; {_ADVICE}"

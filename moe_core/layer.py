@@ -9,7 +9,7 @@ import torch
 
 from moe_core.bound import BoundExperts
 from moe_core.decision import Decision
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import InputError, WeightsError
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurements import MeasurementTable
@@ -79,7 +79,7 @@ class MoELayer(torch.nn.Module):
                 "pass group=ExpertGroup(rank=..., size=..., process_group=...)"
             )
         if environment is None:
-            environment = probe_environment(self._manager.modules_required(), device, self._manager.generations())
+            environment = self._manager.probe(device)
         self.request = request
         self.plan, self.decision = make_plan(self._manager, request, environment, measurements)
         self._bound: BoundExperts | None = None

@@ -1,20 +1,16 @@
-"""Files of measured times: the user's, which `moe-core tune` writes, and those that ship with the package.
+"""Files of measured times: what they hold, and how they are read, written and compared with a machine.
 
-A file is of one machine. The user's counts only where nothing has changed since: card, driver, versions. A shipped one
-counts for its card, whatever the versions: kernels change, their order on one card seldom does, and the decision says
-what it was measured with. A file that does not fit is reported and not used.
+A file is of one machine. `measurement_sources` says which files count.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import re
-import warnings
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -23,14 +19,10 @@ from moe_core.errors import SpecError
 from moe_core.measurements import Measurement, MeasurementTable
 
 SCHEMA = 1
-SHIPPED = Path(__file__).parent / "tables"
-
+#: Largest file that is read (a quarter of a million times, a few seconds), and largest token count in it.
+_MOST_BYTES, _MOST_TOKENS = 4 << 20, 1 << 31
 #: Shape -> candidate -> token count -> microseconds.
-Times = Mapping[str, Mapping[str, Mapping[int, float]]]
-
-
-class MeasurementWarning(UserWarning):
-    """A file of measured times is not used; the message says why."""
+Times: TypeAlias = Mapping[str, Mapping[str, Mapping[int, float]]]
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +49,7 @@ class MeasurementFile:
             SpecError: It cannot be read, is of another version, or holds something else; the message names the place.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(_text(path))
         except (OSError, ValueError, RecursionError) as error:
             raise SpecError(f"measurements {path}: cannot be read ({error})") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
@@ -70,7 +62,7 @@ class MeasurementFile:
                 date=str(data["date"]),
                 times={shape: _read_times(of_shape) for shape, of_shape in data["times"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SpecError(f"measurements {path}: {type(error).__name__}: {error}; run moe-core tune again") from error
 
     def to_text(self) -> str:
@@ -84,7 +76,8 @@ class MeasurementFile:
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; folders are made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        # No process id: machines that share a home may have the same ones.
+        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             unfinished.write_text(self.to_text(), encoding="utf-8")
             os.replace(unfinished, path)
@@ -94,7 +87,7 @@ class MeasurementFile:
     @property
     def machine(self) -> str:
         """`NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-11-28`."""
-        return ", ".join(filter(None, (_card(self.environment), _versions(self.environment), self.date)))
+        return ", ".join(filter(None, (card_of(self.environment), _versions(self.environment), self.date)))
 
     @property
     def num_times(self) -> int:
@@ -111,7 +104,7 @@ class MeasurementFile:
                 shape=shape,
                 num_tokens=num_tokens,
                 microseconds=microseconds,
-                source=f"{source}, {_card(self.environment)}, {self.date}",
+                source=f"{source}, {card_of(self.environment)}, {self.date}",
             )
             for shape, of_shape in self.times.items()
             for candidate, times in of_shape.items()
@@ -135,92 +128,6 @@ def plugins_of(candidate: str) -> list[str]:
     return [part.partition(":")[0] for part in candidate.split(" + ")]
 
 
-def user_file(environment: Environment) -> Path:
-    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`; one file for each card."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # Where nobody knows a home it stays a relative path, at which nothing lies.
-    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))
-    words = " ".join(filter(None, (environment.device_type, environment.arch, environment.device_name)))
-    return base / "moe-core" / "measurements" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
-
-
-def default_measurements(environment: Environment, plugins: Mapping[str, str]) -> MeasurementTable:
-    """The user's times for a machine and, for shapes that they leave out, those that ship with the package.
-
-    Args:
-        environment: The machine.
-        plugins: Plugin name -> its distribution and version.
-
-    Returns:
-        The table; its origins tell what is in it and what was ignored. Ignoring a file also warns.
-    """
-    table, problems = MeasurementTable(), []
-    path = user_file(environment)
-    if os.path.exists(path):
-        try:
-            table, problem = _own(path, _state(path), environment, tuple(sorted(plugins.items())))
-            problems += [problem] if problem else []
-        except SpecError as error:
-            problems.append(str(error))
-    for shipped in sorted(SHIPPED.glob("*.json")):
-        try:
-            file, of_card = _shipped(shipped, _state(shipped))
-        except SpecError as error:
-            problems.append(str(error))
-            continue
-        if is_of_card(file.environment, environment):
-            table = table.over(of_card)
-    for problem in problems:
-        warnings.warn(f"{problem}; what it has of that is not used", MeasurementWarning, stacklevel=2)
-    if table.rows and not problems:
-        return table
-    origins = (*table.origins, *(f"ignored: {problem}" for problem in problems))
-    return attrs.evolve(table, origins=origins or ("none for this machine; moe-core tune makes them",))
-
-
-def explicit_measurements(path: Path, environment: Environment) -> MeasurementTable:
-    """The times of one file for its card.
-
-    Raises:
-        SpecError: The file cannot be read, or is of another card.
-    """
-    file = MeasurementFile.read(path)
-    if not is_of_card(file.environment, environment):
-        asked = _card(environment)
-        raise SpecError(f"measurements {path}: they are of {_card(file.environment)}, the machine is {asked}")
-    return file.table(path.name)
-
-
-# Every layer of a model asks anew: a file is read again only when it has changed.
-@functools.lru_cache(maxsize=16)
-def _shipped(path: Path, state: tuple[int, int]) -> tuple[MeasurementFile, MeasurementTable]:
-    file = MeasurementFile.read(path)
-    return file, file.table(f"shipped {path.stem}")
-
-
-@functools.lru_cache(maxsize=16)
-def _own(
-    path: Path, state: tuple[int, int], environment: Environment, plugins: tuple[tuple[str, str], ...]
-) -> tuple[MeasurementTable, str]:
-    """The rows of the user's file that still hold, and why others do not."""
-    file = MeasurementFile.read(path)
-    changes = ", ".join(changes_since(file.environment, environment))
-    if changes:
-        raise SpecError(f"measurements {path}: the machine has changed: {changes}; run moe-core tune again")
-    kept, changed = file.without_changed_plugins(dict(plugins))
-    problem = f"measurements {path}: other versions of {changed}; run moe-core tune again" if changed else ""
-    return kept.table("your cache"), problem
-
-
-def _state(path: Path) -> tuple[int, int]:
-    """Changes when the file does."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise SpecError(f"measurements {path}: cannot be read ({error})") from error
-    return found.st_mtime_ns, found.st_size
-
-
 def changes_since(then: Environment, now: Environment) -> Iterator[str]:
     """What differs between the machine that was measured and this one; packages that came since do not count."""
     for field in ("device_type", "arch", "device_name", "driver"):
@@ -242,6 +149,21 @@ def is_of_card(measured: Environment, asked: Environment) -> bool:
     return common > 0 and one[:common] == other[:common]
 
 
+def card_of(environment: Environment) -> str:
+    """What is called the machine's card in messages: its name, or what is known instead."""
+    return environment.device_name or environment.arch or environment.device_type
+
+
+def _text(path: Path) -> str:
+    # Whoever opens a pipe or a device waits for it.
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise OSError(f"it has {size} bytes, at most {_MOST_BYTES} are read")
+    return path.read_text(encoding="utf-8")
+
+
 def _read_times(of_shape: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     return {
         candidate: {_token_count(count): _time(time) for count, time in times.items()}
@@ -251,8 +173,8 @@ def _read_times(of_shape: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 def _token_count(text: str) -> int:
     count = int(text)
-    if count < 1:
-        raise SpecError(f"expected a token count >= 1, got {count}")
+    if not 1 <= count < _MOST_TOKENS:
+        raise SpecError(f"expected a token count from 1 to below {_MOST_TOKENS}, got {text}")
     return count
 
 
@@ -269,10 +191,6 @@ def _shape_text(shape: str, of_shape: Mapping[str, Mapping[int, float]]) -> str:
 
 def _times_text(times: Mapping[int, float]) -> str:
     return json.dumps({str(count): float(f"{times[count]:.4g}") for count in sorted(times)})
-
-
-def _card(environment: Environment) -> str:
-    return environment.device_name or environment.arch or environment.device_type
 
 
 def _versions(environment: Environment) -> str:

@@ -12,7 +12,7 @@ from moe_core.decision import Decision, DtypeChoice, Ranked, WorkloadDecision
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, ResolutionError, UnknownNameError
 from moe_core.manager import BackendManager
-from moe_core.measurement_files import default_measurements
+from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.plan import MoEPlan, Route
 from moe_core.ranking import is_users_order
@@ -165,10 +165,11 @@ def _route(manager: BackendManager, request: LayerRequest, decision: WorkloadDec
     is_users = chosen.dtype.rule in ("pin", "variable")
     dtype = chosen.dtype if is_users else _asked_dtype(manager, narrowed, chosen, policy_only)
     workload = decision.workload
+    # A workload that does not say how many tokens it has still may not exceed what the backends take.
+    limits = [limit for limit in (workload.max_tokens, candidate.declared_max_tokens) if limit is not None]
     route = Route(
         phase=workload.phase,
-        # A workload that does not say how many tokens it has still may not exceed what the backends take.
-        max_tokens=workload.max_tokens if workload.max_tokens is not None else candidate.declared_max_tokens,
+        max_tokens=min(limits, default=None),
         dispatcher=candidate.dispatcher,
         runner=candidate.runner,
         token_dtype=dtype.token_dtype,

@@ -15,6 +15,7 @@ import pluggy
 from moe_core import hookspecs
 from moe_core.decision import PluginReport
 from moe_core.discovery import Failed, Found, being_loaded, load
+from moe_core.environment import Environment, probe_environment
 from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
@@ -139,6 +140,10 @@ class PluginRegistry:
     def generations(self) -> tuple[DeviceGeneration, ...]:
         """What the ready plugins know about names of devices."""
         return tuple(generation for plugin in self.specs() for generation in plugin.generations)
+
+    def probe(self, device_type: str | None = None) -> Environment:
+        """This machine as far as the ready plugins care; argument and errors as `probe_environment`."""
+        return probe_environment(self.modules_required(), device_type, self.generations())
 
     def hooks(self, name: str) -> tuple[str, ...]:
         """Names of the hooks that a ready plugin implements."""

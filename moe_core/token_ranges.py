@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from moe_core.decision import Ranked, WorkloadDecision
+from moe_core.decision import DtypeChoice, Ranked, WorkloadDecision
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable, is_saturated
 from moe_core.ranking import by_tier, rank
@@ -39,17 +39,19 @@ def lanes_of(
         return [decision]
     lanes = []
     for first, last, asked in _steps(counts, decision, request):
-        feasible = [(e.candidate, e.dtype) for e in decision.ranked if _takes(e, last)]
-        feasible = feasible or [(entry.candidate, entry.dtype) for entry in decision.ranked]
+        able = _able(decision, first, last)
+        if not able:
+            # More tokens than any backend takes.
+            break
         lanes.append(
             attrs.evolve(
                 decision,
                 workload=attrs.evolve(decision.workload, max_tokens=last),
-                ranked=rank(feasible, request, asked, environment, measurements),
+                ranked=rank(able, request, asked, environment, measurements),
                 min_tokens=first,
             )
         )
-    return lanes
+    return lanes or [decision]
 
 
 def _steps(
@@ -77,6 +79,15 @@ def _last(count: int, following: int | None, request: LayerRequest) -> int | Non
         return None if is_saturated(request, count) else count
     # Where both are equally near by ratio, the larger one speaks.
     return math.isqrt(count * following - 1)
+
+
+def _able(decision: WorkloadDecision, first: int, last: int | None) -> list[tuple[Candidate, DtypeChoice]]:
+    """What takes every token count of a lane; where nothing does, what takes the first."""
+    for count in (last, first):
+        able = [(entry.candidate, entry.dtype) for entry in decision.ranked if _takes(entry, count)]
+        if able:
+            return able
+    return []
 
 
 def _takes(entry: Ranked, num_tokens: int | None) -> bool:

@@ -10,17 +10,11 @@ import attrs
 import pytest
 from fakes import expect
 
-from moe_core import measurement_files
+from moe_core import measurement_sources
 from moe_core.environment import PRESETS, Environment
 from moe_core.errors import SpecError
-from moe_core.measurement_files import (
-    MeasurementFile,
-    MeasurementWarning,
-    default_measurements,
-    explicit_measurements,
-    is_of_card,
-    user_file,
-)
+from moe_core.measurement_files import MeasurementFile, is_of_card
+from moe_core.measurement_sources import MeasurementWarning, default_measurements, explicit_measurements, user_file
 from moe_core.measurements import Measurement
 
 HERE = Environment(
@@ -45,7 +39,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of the tables that ship."""
     folder = tmp_path / "tables"
     folder.mkdir()
-    monkeypatch.setattr(measurement_files, "SHIPPED", folder)
+    monkeypatch.setattr(measurement_sources, "SHIPPED", folder)
     return folder
 
 
@@ -155,8 +149,11 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         (_data(schema=2), "expected schema 1, got 2"),
         (_data(times={"a": {TORCH: {"1": -1}}}), "expected microseconds > 0, got -1"),
         (_data(times={"a": {TORCH: {"1": True}}}), "expected microseconds > 0, got True"),
+        (_data(times={"a": {TORCH: {"1": 10**400}}}), "OverflowError"),
         (_data(times={"a": {TORCH: {"zero": 1}}}), "ValueError"),
-        (_data(times={"a": {TORCH: {"0": 1}}}), "expected a token count >= 1"),
+        (_data(times={"a": {TORCH: {"0": 1}}}), "expected a token count from 1"),
+        (_data(times={"a": {TORCH: {"9" * 400: 1}}}), "expected a token count from 1 to below 2147483648"),
+        (" " * (4 << 20) + "{}", "it has 4194306 bytes, at most 4194304 are read"),
         (_data(times={"a": [1]}), "AttributeError"),
         (_data(times=3), "AttributeError"),
         (_data(environment={"device_type": "gpu"}), "device_type"),
@@ -173,6 +170,35 @@ def test_a_broken_or_older_cache_is_reported_and_ignored(cache: Path, shipped: P
     expect(why in message and str(cache) in message and "not used" in message, message)
     expect(set(table.rows) == _shipped_rows(), table)
     expect(table.origins[-1].startswith("ignored: measurements "), table.origins)
+
+
+@pytest.mark.error_path
+def test_what_is_no_file_is_not_waited_for(cache: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    os.mkfifo(cache)
+    with pytest.warns(MeasurementWarning, match="cannot be read .it is no file"):
+        expect(default_measurements(HERE, VERSIONS).rows == ())
+
+
+@pytest.mark.error_path
+def test_a_file_that_does_not_fit_is_read_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attrs.evolve(FILE, environment=attrs.evolve(HERE, driver="")).write(cache)
+    for _ in range(2):
+        # Every layer of a model asks.
+        with pytest.warns(MeasurementWarning, match="the machine has changed"):
+            default_measurements(HERE, VERSIONS)
+        monkeypatch.setattr(MeasurementFile, "read", None)
+
+
+def test_a_folder_that_nobody_may_look_into_is_no_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FILE.write(cache)
+
+    def refuse(path: Path) -> os.stat_result:
+        raise PermissionError(str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))
+    assert default_measurements(HERE, VERSIONS).rows == ()
 
 
 @pytest.mark.error_path
@@ -237,7 +263,7 @@ def test_an_explicit_file(tmp_path: Path) -> None:
 
 
 def test_the_tables_that_ship_can_be_read() -> None:
-    for path in measurement_files.SHIPPED.glob("*.json"):
+    for path in measurement_sources.SHIPPED.glob("*.json"):
         file = MeasurementFile.read(path)
         assert is_of_card(file.environment, PRESETS[path.stem])
         assert file.num_times > 0

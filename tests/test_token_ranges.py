@@ -208,3 +208,26 @@ def test_every_token_count_has_one_route(times: Times, limit: int | None, count:
         taken = made.routes[made.route_index(count)].runner.spec.name
         (expected,) = (name for first, last, name in ranges if first <= count and (last is None or count <= last))
         assert taken == expected
+
+
+LIMITED = plugin(
+    dispatchers=[dispatcher()],
+    runners=[
+        runner(name, tier=tier, limits=(Limit("max_tokens", "<=", most),))
+        for name, tier, most in (("few", "tuned", 40), ("many", "generic", 100))
+    ],
+)
+
+
+@given(st.fixed_dictionaries({"few": _COUNTS, "many": _COUNTS}))
+def test_no_range_exceeds_what_its_backends_take(times: Times) -> None:
+    # Times of more tokens than a backend takes: of an earlier version of it, or written by hand.
+    made, _ = make_plan(manager_of(LIMITED), LAYER, CPU, _table(times))
+    for route in made.routes:
+        assert route.max_tokens is not None
+        assert route.max_tokens <= (route.candidate.declared_max_tokens or 0)
+
+
+def test_counts_past_a_limit_go_to_what_takes_them() -> None:
+    decision = _decide({"few": {1: 5, 32: 5, 2000: 1}, "many": {1: 9, 32: 9, 80: 9}}, spec=LIMITED)
+    assert _ranges(decision) == [(1, 5, "few"), (6, 399, "many")]

@@ -48,9 +48,3 @@ def free_bytes(device: str) -> int | None:
         return None
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(torch.cuda.mem_get_info()[0]) + kept
-
-
-def release(device: str) -> None:
-    """Give back what torch keeps of freed memory; nothing on a CPU."""
-    if device != "cpu":
-        torch.accelerator.memory.empty_cache()

@@ -58,9 +58,8 @@ class Machine:
             **dict(environment.packages),
             **installed_packages(modules),
         }
-        on_cpu = environment.device_type == "cpu"
         return cls(
-            device=_processor() if on_cpu else environment.device_name,
+            device=environment.device_name,
             arch=environment.arch or environment.device_type,
             threads=torch.get_num_threads(),
             clock=clock,
@@ -74,12 +73,6 @@ class Machine:
         threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.arch == "cpu" else ""
         versions = ", ".join(f"{name} {version}".strip() for name, version in self.versions.items())
         return f"{self.device}{threads}; {versions}; {self.ceilings} measured in this run; {self.date}"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 @attrs.frozen(kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 
 from moe_core.bench.contenders import Bound, Combination, Contender, PeerContender
-from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes, release
+from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes
 from moe_core.bench.peers import Peer
 from moe_core.bench.reference import Reference, tolerance
 from moe_core.bench.report import Machine, Report, Row
@@ -16,7 +16,7 @@ from moe_core.errors import MoeCoreError, UnknownNameError
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
-from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights
+from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights, release_memory
 from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, prepare, take_turns
 
 #: Share of the free memory that a peer's copies may take; the rest is for rows and for torch's allocator.
@@ -36,10 +36,8 @@ class Sweep:
         repeats: Samples of each figure.
         seconds: Time after which no more samples are taken, at least three each.
         clock: For what is not captured.
-        num_sets: Input sets; None for more of them where a call reads little.
         with_issue_time: Whether to time the host at one token.
         with_memory: Whether to see what a forward holds.
-        seed: Of weights and inputs.
     """
 
     layers: tuple[tuple[str, LayerRequest], ...]
@@ -50,10 +48,8 @@ class Sweep:
     repeats: int = 15
     seconds: float | None = None
     clock: str = "wall"
-    num_sets: int | None = None
     with_issue_time: bool = False
     with_memory: bool = False
-    seed: int = 0
 
     @property
     def device(self) -> str:
@@ -90,22 +86,21 @@ def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
     """
     operands = [operands_of(request) for _, request in sweep.layers]
     ceilings = measure_ceilings(sweep.device, operands, sweep.clock)
-    release(sweep.device)
+    release_memory(sweep.device)
     machine = Machine.here(
         sweep.environment, ceilings, sweep.clock, tuple(dict.fromkeys(peer.module for peer in sweep.peers))
     )
     report = Report(machine, ())
     for layers in _together(sweep):
         cases = [
-            _Case(name=name, request=request, weights=random_weights(request, sweep.device, sweep.seed))
-            for name, request in layers
+            _Case(name=name, request=request, weights=random_weights(request, sweep.device)) for name, request in layers
         ]
         # From the largest on: what tunes itself at its first call does so there, as in a prefill.
         for num_tokens in sorted(set(sweep.tokens), reverse=True):
             report = attrs.evolve(report, rows=(*report.rows, *_compare(sweep, cases, num_tokens, ceilings)))
             shown(report)
         del cases
-        release(sweep.device)
+        release_memory(sweep.device)
     return attrs.evolve(report, rows=tuple(sorted(report.rows, key=_order(sweep))))
 
 
@@ -128,7 +123,7 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
     rows: list[Row] = []
     turn: list[_Entry] = []
     for case in cases:
-        batches = Batches.random(case.request, num_tokens, sweep.device, sweep.num_sets, sweep.seed)
+        batches = Batches.random(case.request, num_tokens, sweep.device)
         reference = Reference(case.request, case.weights, batches.one(0))
         floor = layer_floor(case.request, batches, bytes_per_expert(case.weights), ceilings)
         for contender in _contenders(sweep):
@@ -145,7 +140,7 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
                 # Graphs keep their memory: one at a time.
                 rows += _timed(sweep, turn)
                 turn = []
-                release(sweep.device)
+                release_memory(sweep.device)
     return [*rows, *_timed(sweep, turn)]
 
 

@@ -6,21 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
 import typer
 
 from moe_core.cli.bench_view import report_view
-from moe_core.cli.options import Verbose, known_word
+from moe_core.cli.layer_options import (
+    Activation,
+    Dtype,
+    HiddenSize,
+    IntermediateSize,
+    Model,
+    NumExperts,
+    QuantSchemes,
+    Shapes,
+    TopK,
+)
+from moe_core.cli.options import Device, Verbose
 from moe_core.cli.output import print_json, stderr, stdout
-from moe_core.cli.plan_view import group_title
-from moe_core.cli.requests import ACTIVATIONS, requested_groups
-from moe_core.environment import probe_environment
+from moe_core.cli.plan_view import group_title, sizes_line
+from moe_core.cli.requests import shaped_groups
 from moe_core.errors import SpecError
 from moe_core.manager import default_manager
-from moe_core.quant import SCHEMES
+from moe_core.model_config import LayerGroup
 from moe_core.request import LayerRequest
-from moe_core.tuning.shapes import SHAPES
-from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from moe_core.bench.report import Report
@@ -29,35 +36,19 @@ _TOKENS = (1, 16, 256)
 
 
 def bench(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"Sizes of a known model: {', '.join(SHAPES)}; may be repeated."),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json; weights are random."),
-    ] = None,
-    num_experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="Size of a token, H.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="I of one expert.")] = None,
-    activation: Annotated[str | None, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = None,
+    shape: Shapes = None,
+    model: Model = None,
+    num_experts: NumExperts = None,
+    top_k: TopK = None,
+    hidden_size: HiddenSize = None,
+    intermediate_size: IntermediateSize = None,
+    activation: Activation = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Number of tokens; may be repeated.", show_default=", ".join(map(str, _TOKENS))),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.", show_default="the model's, or bf16"),
-    ] = None,
-    quant_scheme: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Scheme of the weights: {', '.join(SCHEMES)}; may be repeated.",
-            show_default="the model's, or unquantized",
-        ),
-    ] = None,
+    dtype: Dtype = None,
+    quant_scheme: QuantSchemes = None,
     combination: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,9 +64,7 @@ def bench(
             show_default="all that are installed",
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device type, for example cpu or cuda.", show_default="the accelerator, else cpu")
-    ] = None,
+    device: Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's")] = None,
     clock: Annotated[
         str, typer.Option(help="For what no graph captures: wall, or cpu (one thread on a shared machine).")
@@ -121,7 +110,7 @@ def bench(
         "activation": activation,
     }
     report = _measured(
-        layers=_layers(shape or (), model, sizes, dtype, quant_scheme or (None,)),
+        layers=_layers(shape or (), model, sizes, dtype, quant_scheme or ()),
         combinations=combination or (),
         peers=peer or (),
         device=device,
@@ -153,28 +142,18 @@ def _layers(
     model: Path | None,
     sizes: dict[str, Any],
     dtype: str | None,
-    schemes: Sequence[str | None],
+    schemes: Sequence[str],
 ) -> tuple[tuple[str, LayerRequest], ...]:
-    """Names of sizes and requests: every layer in every scheme."""
-    for name in shapes:
-        known_word("shape", name, SHAPES)
-    given = [name for name in ("num_experts", "top_k", "hidden_size", "intermediate_size") if sizes[name] is not None]
-    if shapes and (model is not None or given):
-        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
-    layers: list[tuple[str, dict[str, Any]]] = [
-        (f"{name} ({SHAPES[name]})", {**sizes, **attrs.asdict(SHAPES[name])}) for name in shapes
-    ]
-    found = [
-        (label or group_title(group) if model else label or _sizes_of(group.request), group.request)
-        for label, fields in layers or [("", sizes)]
-        for scheme in schemes
-        for group in requested_groups(model, fields, dtype, scheme, {"dispatch_dtype": None})
-    ]
-    return tuple(dict.fromkeys(found))
+    """Names and requests: every layer in every scheme."""
+    groups = shaped_groups(shapes, model, sizes, dtype, schemes, {"dispatch_dtype": None})
+    return tuple(dict.fromkeys((_name(shape, group, model), group.request) for shape, group in groups))
 
 
-def _sizes_of(request: LayerRequest) -> str:
-    return f"{request.num_experts} experts, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}"
+def _name(shape: str, group: LayerGroup, model: Path | None) -> str:
+    sizes = sizes_line(group.request)
+    if shape:
+        return f"{shape} ({sizes})"
+    return sizes if model is None else group_title(group)
 
 
 def _measured(
@@ -194,8 +173,7 @@ def _measured(
     from moe_core.bench.peers import find_peers
     from moe_core.bench.run import Sweep, run
 
-    manager = default_manager()
-    environment = probe_environment(manager.modules_required(), device, manager.generations())
+    environment = default_manager().probe(device)
     if threads is not None:
         torch.set_num_threads(threads)
     sweep = Sweep(

@@ -16,7 +16,7 @@ from rich.text import Text
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
 from moe_core.cli.output import fields, print_json, stdout, table, verdict
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
 from moe_core.specs import Requirement
 
@@ -48,7 +48,7 @@ def doctor(
 ) -> None:
     """Describe this machine: device, packages against what plugins need, broken plugins, foreign variables."""
     manager = default_manager()
-    environment = probe_environment(manager.modules_required(), generations=manager.generations())
+    environment = manager.probe()
     backends = backends_on(manager, environment, probed=True)
     packages = _packages(backends, environment)
     variables = foreign_variables(os.environ)

@@ -10,6 +10,7 @@ import typer
 from moe_core.cli.eval_view import Report, report_json, report_view
 from moe_core.cli.options import (
     A2aBackend,
+    Device,
     RunnerBackend,
     Verbose,
     check_model_folder,
@@ -18,7 +19,7 @@ from moe_core.cli.options import (
     read_text,
 )
 from moe_core.cli.output import print_json, stage, stdout
-from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
+from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from moe_core.cli.eval_models import PreparedModel
@@ -46,10 +47,7 @@ def evaluate(
             show_default="each checkpoint's",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Device type, for example cpu or cuda.", show_default="the accelerator, else cpu"),
-    ] = None,
+    device: Device = None,
     a2a_backend: A2aBackend = None,
     runner_backend: RunnerBackend = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
@@ -62,8 +60,6 @@ def evaluate(
     """
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
-    if device is not None:
-        known_word("device type", device, DEVICE_TYPES)
     for folder in (model,) if against is None else (model, against):
         check_model_folder(folder)
     check_pins(a2a_backend, runner_backend)

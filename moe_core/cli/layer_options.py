@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from moe_core.cli.requests import ACTIVATIONS, DEFAULTS
+from moe_core.quant import SCHEMES
+from moe_core.tuning.shapes import SHAPES
 from moe_core.vocabulary import FLOAT_DTYPES
 
 
@@ -15,6 +17,20 @@ def _option(name: str, what: str) -> Any:
     return typer.Option(help=what, show_default=str(DEFAULTS[name]))
 
 
+def _scheme_option(more: str = "") -> Any:
+    return typer.Option(
+        metavar="NAME",
+        help=f"Scheme of the weights: {', '.join(SCHEMES)}{more}.",
+        show_default="the model's, or unquantized",
+    )
+
+
+_REPEATED = "; may be repeated"
+
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="NAME", help=f"Sizes of a known model: {', '.join(SHAPES)}{_REPEATED}."),
+]
 Model = Annotated[Path | None, typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json.")]
 NumExperts = Annotated[int | None, _option("num_experts", "Experts over all ranks.")]
 TopK = Annotated[int | None, _option("top_k", "Experts per token.")]
@@ -26,4 +42,6 @@ Dtype = Annotated[
     str | None,
     typer.Option(help=f"Dtype of the layer: {', '.join(FLOAT_DTYPES)}.", show_default="the model's, or bf16"),
 ]
+QuantScheme = Annotated[str | None, _scheme_option()]
+QuantSchemes = Annotated[list[str] | None, _scheme_option(_REPEATED)]
 TpSize = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]

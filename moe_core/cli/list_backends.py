@@ -14,7 +14,7 @@ from rich.text import Text
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.output import fields, print_error, print_json, stdout, table, verdict
 from moe_core.cli.plan_view import machine_fields
-from moe_core.environment import Environment, probe_environment, unprobed_environment
+from moe_core.environment import Environment, unprobed_environment
 from moe_core.manager import default_manager
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.vocabulary import ANY, FORMATS
@@ -41,11 +41,7 @@ def list_backends(
 ) -> None:
     """List the installed backends and whether each can run on this machine."""
     manager = default_manager()
-    modules = manager.modules_required()
-    if probe:
-        environment = probe_environment(modules, generations=manager.generations())
-    else:
-        environment = unprobed_environment(modules)
+    environment = manager.probe() if probe else unprobed_environment(manager.modules_required())
     backends = backends_on(manager, environment, probed=probe)
     if as_json:
         print_json(_json(backends, environment, probe))

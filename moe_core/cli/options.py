@@ -11,18 +11,11 @@ import typer
 from moe_core.environment import PRESETS
 from moe_core.errors import SpecError, UnknownNameError
 from moe_core.manager import default_manager
+from moe_core.measurements import MeasurementTable
 from moe_core.model_config import read_config
 from moe_core.planner import decide
 from moe_core.request import LayerRequest
-
-A2aBackend = Annotated[
-    str | None,
-    typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: a name from list-backends."),
-]
-RunnerBackend = Annotated[
-    str | None, typer.Option("--runner-backend", metavar="NAME", help="Pin the runner: a name from list-backends.")
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
+from moe_core.vocabulary import DEVICE_TYPES
 
 
 def known_word(kind: str, word: str, words: Iterable[str]) -> str:
@@ -31,6 +24,29 @@ def known_word(kind: str, word: str, words: Iterable[str]) -> str:
     if word not in known:
         raise UnknownNameError(kind, word, known)
     return word
+
+
+def _known_device(word: str | None) -> str | None:
+    return None if word is None else known_word("device type", word, DEVICE_TYPES)
+
+
+A2aBackend = Annotated[
+    str | None,
+    typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: a name from list-backends."),
+]
+RunnerBackend = Annotated[
+    str | None, typer.Option("--runner-backend", metavar="NAME", help="Pin the runner: a name from list-backends.")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        callback=_known_device,
+        metavar="TYPE",
+        help="Device type, for example cpu or cuda.",
+        show_default="the accelerator, else cpu",
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
 
 
 def check_model_folder(folder: Path) -> None:
@@ -42,7 +58,7 @@ def check_model_folder(folder: Path) -> None:
 
 def check_pins(a2a_backend: str | None, runner_backend: str | None) -> None:
     """Raise what planning would about a pin that names nothing, before a model is loaded for it."""
-    # Names are the same for every layer and machine.
+    # Names are the same for every layer and machine, and no times are asked for.
     request = LayerRequest(
         num_experts=1,
         top_k=1,
@@ -51,7 +67,7 @@ def check_pins(a2a_backend: str | None, runner_backend: str | None) -> None:
         a2a_backend=a2a_backend,
         runner_backend=runner_backend,
     )
-    decide(default_manager(), request, PRESETS["cpu"])
+    decide(default_manager(), request, PRESETS["cpu"], MeasurementTable())
 
 
 def read_text(path: Path) -> str:

@@ -84,7 +84,7 @@ def _route_rows(plan: MoEPlan) -> dict[str, str]:
 def request_line(request: LayerRequest) -> str:
     """A request in one line."""
     parts = [
-        f"{request.num_experts} experts, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}",
+        sizes_line(request),
         f"{request.dtype}, weights {request.quant.label}, {request.activation}",
         "biases" if request.bias else "",
         f"ep {request.ep_size}, {request.token_placement} tokens" if request.ep_size > 1 else "",
@@ -92,6 +92,11 @@ def request_line(request: LayerRequest) -> str:
         "deterministic" if request.deterministic else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def sizes_line(request: LayerRequest) -> str:
+    """`128 experts, top-8, H 2048, I 768`."""
+    return f"{request.num_experts} experts, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}"
 
 
 def _route_line(route: Route) -> str:

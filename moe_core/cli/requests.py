@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from moe_core.errors import SpecError
 from moe_core.model_config import LayerGroup, draft_layer_groups, layer_groups, read_config
 from moe_core.quant import SCHEMES, QuantScheme
 from moe_core.request import LayerRequest, Workload
+from moe_core.tuning.shapes import SHAPES, LayerShape
 from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES
 
 #: Sizes of a layer that is not described: those of Qwen3-30B-A3B.
@@ -71,6 +72,35 @@ def requested_groups(
         if dtype is None and scheme.weight_dtype in FLOAT_DTYPES:
             fields["dtype"] = scheme.weight_dtype
     return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
+
+
+def shaped_groups(
+    shapes: Sequence[str],
+    model: Path | None,
+    layer: Mapping[str, Any],
+    dtype: str | None,
+    schemes: Sequence[str],
+    shared: Mapping[str, Any],
+) -> Iterator[tuple[str, LayerGroup]]:
+    """Layers in every scheme: of each named shape, with its name, else those of `requested_groups`, with "".
+
+    Args:
+        shapes: Names of `SHAPES`; none for a model, or for a layer by sizes.
+        model: As in `requested_groups`.
+        layer: As there; what is no size holds for shapes, too.
+        dtype: As there.
+        schemes: Names of quantization schemes; none for the model's or none.
+        shared: As there.
+    """
+    for name in shapes:
+        known_word("shape", name, SHAPES)
+    sizes = [field.name for field in attrs.fields(LayerShape)]
+    if shapes and (model is not None or any(layer[size] is not None for size in sizes)):
+        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
+    layers = [(name, {**layer, **attrs.asdict(SHAPES[name])}) for name in shapes] or [("", dict(layer))]
+    for name, described in layers:
+        for scheme in schemes or (None,):
+            yield from ((name, group) for group in requested_groups(model, described, dtype, scheme, shared))
 
 
 def _draft_groups(config: Mapping[str, Any], dtype: str | None, scheme: QuantScheme | None) -> tuple[LayerGroup, ...]:

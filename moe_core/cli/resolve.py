@@ -19,6 +19,7 @@ from moe_core.cli.layer_options import (
     IntermediateSize,
     Model,
     NumExperts,
+    QuantScheme,
     TopK,
     TpSize,
 )
@@ -28,15 +29,14 @@ from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import decision_view, group_title, machine_view, plan_view
 from moe_core.cli.requests import requested_groups, workloads
 from moe_core.decision import Decision
-from moe_core.environment import PRESETS, Environment, load_environment, probe_environment
+from moe_core.environment import PRESETS, Environment, load_environment
 from moe_core.errors import ResolutionError
 from moe_core.manager import BackendManager, default_manager
-from moe_core.measurement_files import explicit_measurements
+from moe_core.measurement_sources import explicit_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
 from moe_core.planner import make_plan
-from moe_core.quant import SCHEMES
 from moe_core.vocabulary import PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
 
 SCHEMA = 1
@@ -62,14 +62,7 @@ def resolve(
     activation: Activation = None,
     bias: Bias = None,
     dtype: Dtype = None,
-    quant_scheme: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Scheme of the weights: {', '.join(SCHEMES)}.",
-            show_default="the model's, or unquantized",
-        ),
-    ] = None,
+    quant_scheme: QuantScheme = None,
     ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
     tp_size: TpSize = 1,
     token_placement: Annotated[
@@ -156,10 +149,7 @@ def resolve(
     }
     groups = requested_groups(model, layer, dtype, quant_scheme, shared)
     manager = default_manager()
-    if environment:
-        machine = load_environment(environment)
-    else:
-        machine = probe_environment(manager.modules_required(), generations=manager.generations())
+    machine = load_environment(environment) if environment else manager.probe()
     table = _measurements(measurements, no_measurements, machine)
     results = [_resolved(group, manager, machine, table) for group in groups]
     spelled = partial(in_options, options=options_of(cast(TyperCommand, context.command)))

@@ -11,6 +11,7 @@ import typer
 
 from moe_core.cli.options import (
     A2aBackend,
+    Device,
     RunnerBackend,
     Verbose,
     check_model_folder,
@@ -23,7 +24,7 @@ from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.errors import SpecError
 from moe_core.expert_names import layer_index
 from moe_core.plan import MoEPlan
-from moe_core.vocabulary import DEVICE_TYPES, FLOAT_DTYPES
+from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +53,7 @@ def run(
             show_default="the checkpoint's",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Device type, for example cpu or cuda.", show_default="the accelerator, else cpu"),
-    ] = None,
+    device: Device = None,
     compare_eager: Annotated[
         bool | None,
         typer.Option(
@@ -71,8 +69,6 @@ def run(
     """Load a Hugging Face MoE model, run its experts through moe-core, and generate text greedily."""
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
-    if device is not None:
-        known_word("device type", device, DEVICE_TYPES)
     check_model_folder(model)
     check_pins(a2a_backend, runner_backend)
     sample = None if text is None else read_text(text)

@@ -18,24 +18,23 @@ from moe_core.cli.layer_options import (
     IntermediateSize,
     Model,
     NumExperts,
+    QuantSchemes,
+    Shapes,
     TopK,
     TpSize,
 )
-from moe_core.cli.options import Verbose, known_word
+from moe_core.cli.options import Device, Verbose
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
-from moe_core.cli.requests import requested_groups
+from moe_core.cli.requests import shaped_groups
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.tune_view import TuneView
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, SpecError
 from moe_core.manager import BackendManager, default_manager
-from moe_core.measurement_files import user_file
+from moe_core.measurement_sources import user_file
 from moe_core.measurements import shape_key
-from moe_core.quant import SCHEMES
 from moe_core.request import LayerRequest
-from moe_core.tuning.shapes import SHAPES
-from moe_core.vocabulary import DEVICE_TYPES
 
 if TYPE_CHECKING:
     from moe_core.tuning.cache import Recorder
@@ -48,10 +47,7 @@ INTERRUPTED = 130
 
 def tune(
     model: Model = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"Sizes of a known model: {', '.join(SHAPES)}; may be repeated."),
-    ] = None,
+    shape: Shapes = None,
     num_experts: NumExperts = None,
     top_k: TopK = None,
     hidden_size: HiddenSize = None,
@@ -59,14 +55,7 @@ def tune(
     activation: Activation = None,
     bias: Bias = None,
     dtype: Dtype = None,
-    quant_scheme: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Scheme of the weights: {', '.join(SCHEMES)}; may be repeated.",
-            show_default="the model's, or unquantized",
-        ),
-    ] = None,
+    quant_scheme: QuantSchemes = None,
     tp_size: TpSize = 1,
     tokens: Annotated[
         list[int] | None,
@@ -79,9 +68,7 @@ def tune(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Device type.", show_default="the accelerator, else cpu")
-    ] = None,
+    device: Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the times go.", show_default="your cache")
     ] = None,
@@ -106,11 +93,9 @@ def tune(
         "activation": activation,
         "bias": bias,
     }
-    if device is not None:
-        known_word("device type", device, DEVICE_TYPES)
     requests = _requests(model, shape or (), layer, dtype, quant_scheme or (), tp_size, exclude or ())
     manager = default_manager()
-    machine = probe_environment(manager.modules_required(), device, manager.generations())
+    machine = manager.probe(device)
     from moe_core.tuning.cache import Recorder
 
     target = output or user_file(machine)
@@ -196,19 +181,8 @@ def _requests(
 ) -> list[LayerRequest]:
     """The layers to measure, each once."""
     shared = {"tp_size": tp_size, "exclude": tuple(exclude), "dispatch_dtype": None}
-    for name in shapes:
-        known_word("shape", name, SHAPES)
-    sized = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-    if shapes and (model is not None or any(layer[field] is not None for field in sized)):
-        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
-    layers = [{**layer, **attrs.asdict(SHAPES[name])} for name in shapes] or [dict(layer)]
-    groups = [
-        group
-        for described in layers
-        for scheme in schemes or (None,)
-        for group in requested_groups(model, described, dtype, scheme, shared)
-    ]
-    return list(dict.fromkeys(group.request for group in groups))
+    groups = shaped_groups(shapes, model, layer, dtype, schemes, shared)
+    return list(dict.fromkeys(group.request for _, group in groups))
 
 
 def _powers_of_two(device: str) -> list[int]:

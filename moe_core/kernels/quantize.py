@@ -23,7 +23,7 @@ from moe_core.payloads import Tensor
 from moe_core.quant import PER_TENSOR, QuantScheme
 
 #: Largest code of each activation dtype.
-_LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
+LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
 
 
 @attrs.frozen(kw_only=True)
@@ -109,14 +109,14 @@ class ActivationRounder:
         else:
             by_group = input_scale[..., None]
             # A group's scale may round to zero; its values are then zero.
-            scale = round_to_e4m3(amax / _LARGEST[self.dtype] / by_group) * by_group
+            scale = round_to_e4m3(amax / LARGEST[self.dtype] / by_group) * by_group
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
         if self.scale == "e8m0" and self.dtype == "fp4":
             # The exponent of the largest e2m1 value is 2.
             return power_of_two_below(amax) * 0.25
-        scale = amax / _LARGEST[self.dtype]
+        scale = amax / LARGEST[self.dtype]
         if self.scale == "e8m0":
             return power_of_two_above(scale)
         if self.scale == "e4m3":
@@ -130,7 +130,7 @@ class ActivationRounder:
             return round_to_e4m3(scaled)
         if self.dtype == "fp4":
             return round_e2m1(scaled)
-        largest = _LARGEST[self.dtype]
+        largest = LARGEST[self.dtype]
         return scaled.round_().clamp_(-largest - 1.0, largest)
 
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+from moe_core.testing.catalogue import CHECKS
 from moe_core.testing.conformance import BackendConformance
-from moe_core.testing.kit import CHECKS, Kit, run_checks
+from moe_core.testing.kit import Kit, run_checks
 from moe_core.testing.outcome import Case, ConformanceError, NotRun, Result
 
 __all__ = ["CHECKS", "BackendConformance", "Case", "ConformanceError", "Kit", "NotRun", "Result", "run_checks"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import PluginError
 from moe_core.manager import BackendManager
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, TokenDtype
@@ -72,8 +72,7 @@ class Backend:
             if module is not self.module:
                 self.manager.register(module.declare_backends().name, module)
         if environment is None:
-            device_type, modules = device or self._device_type(), self.manager.modules_required()
-            environment = probe_environment(modules, device_type, self.manager.generations())
+            environment = self.manager.probe(device or self._device_type())
         self.environment = environment
         self.device = device or environment.device_type
 

@@ -39,10 +39,13 @@ class Recorder:
         versions = manager.versions()
         self.replaced = ""
         self._file = MeasurementFile(environment=environment, plugins=versions, date="", times={})
-        if path.exists():
-            self._keep(path, environment, versions)
+        self._read()
 
-    def _keep(self, path: Path, environment: Environment, versions: Mapping[str, str]) -> None:
+    def _read(self) -> None:
+        """Take over what the file holds, as far as it is of this machine as it is now."""
+        path, environment, versions = self.path, self._file.environment, self._file.plugins
+        if not path.exists():
+            return
         try:
             found = MeasurementFile.read(path)
         except SpecError as error:
@@ -63,7 +66,13 @@ class Recorder:
         return self._file.num_times
 
     def add(self, shape: str, num_tokens: int, microseconds: Mapping[str, float]) -> None:
-        """Put the times of one layer at one token count in place of earlier ones, and write the file."""
+        """Put the times of one layer at one token count in place of earlier ones, and write the file.
+
+        Raises:
+            SpecError: It cannot be written; what it held before is still there.
+        """
+        # Another process may have added its own meanwhile.
+        self._read()
         of_shape = {
             candidate: {count: time for count, time in times.items() if count != num_tokens}
             for candidate, times in self._file.times.get(shape, {}).items()
@@ -73,7 +82,10 @@ class Recorder:
         times = {**self._file.times, shape: {name: found for name, found in of_shape.items() if found}}
         today = datetime.datetime.now().astimezone().date().isoformat()
         self._file = attrs.evolve(self._file, times=times, date=today)
-        attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
+        try:
+            attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
+        except OSError as error:
+            raise SpecError(f"times cannot be written to {self.path}: {error}; say --output FILE") from error
 
     def _plugins_used(self) -> dict[str, str]:
         """Versions of those plugins alone that have times: another one coming or going changes nothing."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
+from moe_core.kernels.number_formats import E4M3_MAX
+from moe_core.kernels.quantize import LARGEST
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
@@ -22,7 +25,6 @@ LayerCall = Callable[[Tensor, Tensor, Tensor], Any]
 _CODE_RMS = {"fp8": 64.0, "int8": 73.6, "int4": 4.6, "fp4": 3.0}
 #: Largest activation before each product that static scales are made for.
 _CALIBRATED = {"w13": 4.0, "w2": 12.0}
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
 #: How much larger the up half of unquantized weights is: a runner that swaps the halves shows.
 _UP_FACTOR = 1.7
 
@@ -33,7 +35,7 @@ def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[st
     Codes and scales are drawn as a checkpoint would hold them: no quantizer is needed. Experts differ, so do scales.
 
     Args:
-        request: The layer, on one rank.
+        request: The layer; a tensor-parallel one as its first rank has it.
         device: Where they lie.
         seed: Of the draw.
     """
@@ -47,7 +49,9 @@ def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[st
             fill(expert, generator)
         tensors[name] = tensor
     if not request.quant.w13.is_quantized and request.activation.gated:
-        tensors["w13"][:, request.intermediate_size :].mul_(_UP_FACTOR)
+        interleaved = request.activation.row_order == "interleaved"
+        up = slice(1, None, 2) if interleaved else slice(request.local_intermediate_size, None)
+        tensors["w13"][:, up].mul_(_UP_FACTOR)
     return tensors
 
 
@@ -67,7 +71,7 @@ def _filler(name: str, expected: Expected, request: LayerRequest) -> Callable[[T
         return lambda expert, generator: expert.fill_(step)
     if part == "input_scale":
         # NVFP4 has fp8 scales below the global one.
-        largest = 448.0 * 6.0 if scheme.global_scale else _LARGEST.get(scheme.activation_dtype, 1.0)
+        largest = LARGEST.get(scheme.activation_dtype, 1.0) * (E4M3_MAX if scheme.global_scale else 1.0)
         return lambda expert, generator: expert.fill_(_CALIBRATED[projection] / largest)
     return lambda expert, generator: _draw_scales(expert, 1.0 if scheme.global_scale else step, generator)
 
@@ -78,7 +82,7 @@ def _draw_codes(expert: Tensor, weight_dtype: str, std: float, generator: torch.
     elif weight_dtype == "fp8":
         # Rounded draws: some of the bytes themselves are NaN.
         drawn = torch.empty(expert.shape, device=expert.device).normal_(std=_CODE_RMS["fp8"], generator=generator)
-        expert.copy_(drawn.clamp_(-448.0, 448.0))
+        expert.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
     elif weight_dtype == "int8":
         expert.random_(-127, 128, generator=generator)
     else:
@@ -92,6 +96,13 @@ def _draw_scales(expert: Tensor, size: float, generator: torch.Generator) -> Non
         expert.copy_((factor * size).log2().round() + 127)
     else:
         expert.copy_(factor * size)
+
+
+def release_memory(device: str) -> None:
+    """Give back what torch keeps of the layers before: the weights of two need not fit."""
+    gc.collect()
+    if device != "cpu":
+        torch.accelerator.memory.empty_cache()
 
 
 def bytes_per_expert(tensors: Mapping[str, Tensor]) -> float:

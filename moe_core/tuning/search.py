@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -19,7 +18,7 @@ from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import Candidate
-from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.timing import CaptureError, Prepared, prepare, take_turns
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
@@ -65,7 +64,7 @@ class LayerSearch:
         """
         if request.activation.kind == "module" or request.post_norm:
             raise SpecError("a layer with a model's own activation or norm cannot be measured on random weights")
-        _release_memory(environment.device_type)
+        release_memory(environment.device_type)
         self._manager, self._environment = manager, environment
         self.request = attrs.evolve(request, workloads=Workload())
         decision = decide(manager, self.request, environment, MeasurementTable())
@@ -163,13 +162,6 @@ class LayerSearch:
                 torch.cuda.empty_cache()
             except RuntimeError as lost:
                 raise DeviceLostError(f"{name}, {self.problems[name]}; the device does not answer since") from lost
-
-
-def _release_memory(device: str) -> None:
-    """Give back what the layer before has held: the weights of two layers need not fit."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _prepared(layer: BoundExperts, batches: Batches, device: str) -> Prepared:

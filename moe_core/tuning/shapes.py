@@ -22,10 +22,6 @@ class LayerShape:
         """A layer of this size; `fields` are further ones of `LayerRequest`."""
         return LayerRequest(**attrs.asdict(self), **fields)
 
-    def __str__(self) -> str:
-        """`128 experts, top-8, H 2048, I 768`."""
-        return f"{self.num_experts} experts, top-{self.top_k}, H {self.hidden_size}, I {self.intermediate_size}"
-
 
 #: Sizes of models that people run.
 SHAPES = {

@@ -159,7 +159,7 @@ def test_ranks_that_disagree_are_told_the_field_and_both_values() -> None:
     for error in errors:
         assert isinstance(error, RankError)
         assert error.text.startswith("PlanMismatchError")
-        assert "'request.top_k': rank 0: 3, rank 1: 2" in error.text
+        assert "'request.top_k': rank 0: 3, rank 1: 2; give all of them equal requests" in error.text
 
 
 def test_fp8_tokens_travel_as_bytes_over_a_transport_without_fp8() -> None:

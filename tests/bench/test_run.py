@@ -42,7 +42,6 @@ def _sweep(**changes):
         "peers": (),
         "environment": probe_environment(default_manager().modules_required(), "cpu"),
         "repeats": 2,
-        "num_sets": 2,
     }
     return Sweep(**{**fields, **changes})
 

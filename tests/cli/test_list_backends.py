@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from moe_core.cli import list_backends
 from moe_core.environment import PRESETS
+from moe_core.manager import BackendManager
 
 pytestmark = pytest.mark.error_path
 
@@ -111,7 +111,7 @@ def test_json_lists_every_plugin(moe_core):
     ],
 )
 def test_status_on_a_machine(call, monkeypatch, with_vendors, preset, gemm, fp4):
-    monkeypatch.setattr(list_backends, "probe_environment", lambda modules, **_: PRESETS[preset])
+    monkeypatch.setattr(BackendManager, "probe", lambda manager: PRESETS[preset])
     code, out, _ = call("list-backends", "--json")
     assert code == 0
     status = {b["name"]: ": ".join(filter(None, (b["status"], b["problem"]))) for b in json.loads(out)["backends"]}
@@ -122,6 +122,6 @@ def test_a_plugin_that_is_ready_in_part_says_what_is_missing(call, monkeypatch, 
     h100 = PRESETS["h100"]
     without = [pair for pair in h100.packages if pair[0] != "deep_ep"]
     machine = type(h100)(device_type="cuda", arch="sm90", packages=without)
-    monkeypatch.setattr(list_backends, "probe_environment", lambda modules, **_: machine)
+    monkeypatch.setattr(BackendManager, "probe", lambda manager: machine)
     _, out, _ = call("list-backends")
     assert "ready but not deepep" in " ".join(out.split())

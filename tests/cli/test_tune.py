@@ -10,7 +10,8 @@ import pytest
 
 from moe_core.cli.tune import INTERRUPTED
 from moe_core.environment import probe_environment
-from moe_core.measurement_files import MeasurementFile, MeasurementWarning, user_file
+from moe_core.measurement_files import MeasurementFile
+from moe_core.measurement_sources import MeasurementWarning, user_file
 from moe_core.tuning import search
 from moe_core.tuning.search import DeviceLostError, LayerSearch
 

@@ -28,6 +28,15 @@ def test_times_are_added_and_replaced_one_count_at_a_time(tmp_path: Path) -> Non
     assert again.num_times == 3
 
 
+def test_two_processes_keep_each_others_times(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    one, other = (Recorder(path, CPU, MANAGER) for _ in range(2))
+    one.add("one", 1, {A: 10.0})
+    other.add("other", 1, {A: 20.0})
+    one.add("one", 4, {A: 30.0})
+    assert MeasurementFile.read(path).times == {"one": {A: {1: 10.0, 4: 30.0}}, "other": {A: {1: 20.0}}}
+
+
 def test_only_plugins_with_times_are_named(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     recorder = Recorder(path, CPU, MANAGER)
@@ -65,6 +74,22 @@ def test_times_of_another_version_of_a_plugin_are_not_kept(tmp_path: Path) -> No
     recorder = Recorder(path, CPU, MANAGER)
     expect("times of other versions of other (other 0.9 there" in recorder.replaced, recorder.replaced)
     expect(recorder.num_times == 1)
+
+
+@pytest.mark.error_path
+def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "times.json"
+    recorder = Recorder(path, CPU, MANAGER)
+    recorder.add("shape", 1, {A: 1.0})
+
+    def refuse(*arguments: object, **options: object) -> int:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(SpecError, match=r"times cannot be written to .*times.json: No space left on device"):
+        recorder.add("shape", 2, {A: 1.0})
+    monkeypatch.undo()
+    expect(MeasurementFile.read(path).times == {"shape": {A: {1: 1.0}}})
 
 
 @pytest.mark.error_path

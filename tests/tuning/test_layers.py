@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_core.activation import RELU2
+from moe_core.activation import RELU2, ActivationSpec
 from moe_core.layer import MoELayer
 from moe_core.payloads import RawWeights
 from moe_core.quant import BF16, FP8_BLOCK128, SCHEMES
@@ -15,6 +15,7 @@ from moe_core.tuning.shapes import SHAPES, LayerShape
 from moe_core.weights.expected import expected_tensors
 
 SHAPE = LayerShape(5, 2, 256, 128)
+INTERLEAVED = ActivationSpec(row_order="interleaved")
 
 
 def _request(name, **fields):
@@ -46,9 +47,14 @@ def test_experts_differ_and_a_seed_repeats(name):
             assert not torch.equal(bits[0][0], bits[0][1]), key
 
 
-def test_up_is_larger_than_gate_where_there_is_a_gate():
-    gate, up = random_weights(SHAPE.request(), "cpu")["w13"].float().chunk(2, dim=1)
+@pytest.mark.parametrize("fields", [{}, {"tp_size": 2}, {"activation": INTERLEAVED}])
+def test_up_is_larger_than_gate_where_there_is_a_gate(fields):
+    w13 = random_weights(SHAPE.request(**fields), "cpu")["w13"].float()
+    gate, up = (w13[:, 0::2], w13[:, 1::2]) if "activation" in fields else w13.chunk(2, dim=1)
     assert 1.5 < float(up.std() / gate.std()) < 1.9
+
+
+def test_without_a_gate_there_is_no_up_half():
     plain = random_weights(SHAPE.request(activation=RELU2), "cpu")["w13"]
     assert plain.shape == (5, 128, 256)
 

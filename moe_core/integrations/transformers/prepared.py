@@ -9,7 +9,7 @@ import torch
 
 from moe_core.bound import BoundExperts
 from moe_core.decision import Decision
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import InputError, UnsupportedModelError, WeightsError
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights, read_layout
 from moe_core.integrations.transformers.selfcheck import check_against_eager
@@ -122,8 +122,7 @@ class Preparer:
         given = self.environment
         if given is None:
             if device_type not in self._probed:
-                modules, generations = self.manager.modules_required(), self.manager.generations()
-                self._probed[device_type] = probe_environment(modules, device_type, generations)
+                self._probed[device_type] = self.manager.probe(device_type)
             return self._probed[device_type]
         if given.device_type != device_type:
             raise InputError(

@@ -1,0 +1,122 @@
+"""Where measured times come from: the user's file, which `moe-core tune` writes, and those that ship with the package.
+
+The user's counts only where nothing has changed since: card, driver, versions. A shipped one counts for its card,
+whatever the versions: kernels change, their order on one card seldom does, and the decision says what it was measured
+with. A file that does not fit is reported and not used: no cache may keep a layer from being planned.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+
+from moe_core.environment import Environment
+from moe_core.errors import SpecError
+from moe_core.measurement_files import MeasurementFile, card_of, changes_since, is_of_card
+from moe_core.measurements import MeasurementTable
+
+SHIPPED = Path(__file__).parent / "tables"
+
+#: Inode, time of the last change in nanoseconds, and size of a file.
+_State: TypeAlias = tuple[int, int, int]
+
+
+class MeasurementWarning(UserWarning):
+    """A file of measured times is not used; the message says why."""
+
+
+def user_file(environment: Environment) -> Path:
+    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`; one file for each card."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # Where nobody knows a home it stays a relative path, at which nothing lies.
+    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))
+    words = " ".join(filter(None, (environment.device_type, environment.arch, environment.device_name)))
+    return base / "moe-core" / "measurements" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+
+
+def default_measurements(environment: Environment, plugins: Mapping[str, str]) -> MeasurementTable:
+    """The user's times for a machine and, for shapes that they leave out, those that ship with the package.
+
+    Args:
+        environment: The machine.
+        plugins: Plugin name -> its distribution and version.
+
+    Returns:
+        The table; its origins tell what is in it and what was ignored. Ignoring a file also warns.
+    """
+    files = (user_file(environment), *sorted(SHIPPED.glob("*.json")))
+    states = tuple((path, state) for path in files if (state := _state(path)) is not None)
+    table, problems = _known(states, environment, tuple(sorted(plugins.items())))
+    for problem in problems:
+        warnings.warn(f"{problem}; what it has of that is not used", MeasurementWarning, stacklevel=2)
+    return table
+
+
+def explicit_measurements(path: Path, environment: Environment) -> MeasurementTable:
+    """The times of one file for its card.
+
+    Raises:
+        SpecError: The file cannot be read, or is of another card.
+    """
+    file = MeasurementFile.read(path)
+    if not is_of_card(file.environment, environment):
+        asked = card_of(environment)
+        raise SpecError(f"measurements {path}: they are of {card_of(file.environment)}, the machine is {asked}")
+    return file.table(path.name)
+
+
+# Every layer of a model asks anew: files are read, and found unfit, only once while they do not change.
+@functools.lru_cache(maxsize=16)
+def _known(
+    files: tuple[tuple[Path, _State], ...], environment: Environment, plugins: tuple[tuple[str, str], ...]
+) -> tuple[MeasurementTable, tuple[str, ...]]:
+    """The table of `default_measurements`, and why some files or parts of them are not in it."""
+    table, problems = MeasurementTable(), []
+    own = user_file(environment)
+    for path, _ in files:
+        try:
+            if path == own:
+                found, problem = _own(path, environment, dict(plugins))
+            else:
+                found, problem = _shipped(path, environment), ""
+        except SpecError as error:
+            problems.append(str(error))
+            continue
+        table = table.over(found)
+        problems += [problem] if problem else []
+    origins = (*table.origins, *(f"ignored: {problem}" for problem in problems))
+    table = attrs.evolve(table, origins=origins or ("none for this machine; moe-core tune makes them",))
+    return table, tuple(problems)
+
+
+def _own(path: Path, environment: Environment, plugins: Mapping[str, str]) -> tuple[MeasurementTable, str]:
+    """The rows of the user's file that still hold, and why others do not, "" if all do."""
+    file = MeasurementFile.read(path)
+    changes = ", ".join(changes_since(file.environment, environment))
+    if changes:
+        raise SpecError(f"measurements {path}: the machine has changed: {changes}; run moe-core tune again")
+    kept, changed = file.without_changed_plugins(plugins)
+    problem = f"measurements {path}: other versions of {changed}; run moe-core tune again" if changed else ""
+    return kept.table("your cache"), problem
+
+
+def _shipped(path: Path, environment: Environment) -> MeasurementTable:
+    """The rows of a file of the package, none if it is of another card."""
+    file = MeasurementFile.read(path)
+    return file.table(f"shipped {path.stem}") if is_of_card(file.environment, environment) else MeasurementTable()
+
+
+def _state(path: Path) -> _State | None:
+    """Changes when the file does; None where nothing is, or nothing that one may look at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns, found.st_size
