@@ -24,6 +24,11 @@ PIP_LOCAL := $(PIP_INSTALL) --no-build-isolation
 OTHER_TRANSFORMERS := 5.17.0
 OTHER_TRANSFORMERS_DIR := $(VENV)/transformers-$(OTHER_TRANSFORMERS)
 
+# The vendors' Python of DeepGEMM and DeepEP, over which the plugin's tests put a compiled layer in torch; their own are for GPUs.
+DEEPGEMM := tokenspeed-deepgemm==2.5.0.post20260604 sgl-deep-gemm==0.1.5.post1 tokenspeed-deepep==1.2.1.post20251110
+DEEPGEMM_PYTHON := 3.12
+DEEPGEMM_DIR := $(VENV)/deepgemm-vendor
+
 # The vendor's operators for Ascend, loaded on a CPU for their schemas; one build of it fits one release of torch.
 TORCH_NPU := 2.13.0
 TORCH_NPU_DIR := $(VENV)/ascend-vendor
@@ -56,6 +61,19 @@ $(STAMPS)/transformers-%: $(STAMPS)/core
 	rm -rf $(VENV)/transformers-$*
 	$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
 	@touch $@
+
+# Where none can be had the tests put a stand-in there, and say so. A wheel for another Python does: only its Python files are loaded.
+$(STAMPS)/deepgemm-vendor: $(STAMPS)/plugin-cuda_deepgemm
+	rm -rf $(DEEPGEMM_DIR)
+	@for build in $(DEEPGEMM); do \
+	    folder=$(DEEPGEMM_DIR)/$${build%%=*}; \
+	    $(PIP) --no-deps --no-compile --only-binary :all: --python-version $(DEEPGEMM_PYTHON) --target $$folder $$build \
+	    || { rm -rf $$folder; echo "$$build cannot be installed here: its signatures are not asked"; }; \
+	done
+	@[ ! -d $(DEEPGEMM_DIR) ] || touch $@
+
+.PHONY: deepgemm-vendor
+deepgemm-vendor: $(STAMPS)/deepgemm-vendor ## The vendors' DeepGEMM and DeepEP in .venv, for the tests of plugins/cuda_deepgemm.
 
 # Where it cannot be had the tests use the schemas that the plugin ships, and say so.
 $(STAMPS)/ascend-vendor: $(STAMPS)/plugin-ascend_npu
@@ -114,6 +132,8 @@ unit-core: install
 	$(PYTEST) $(PARALLEL) tests
 $(PLUGIN_UNIT): unit-%: install
 	$(PYTEST) $(PARALLEL) plugins/$*/tests
+
+unit-cuda_deepgemm: deepgemm-vendor
 
 unit-ascend_npu: ascend-vendor
 

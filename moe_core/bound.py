@@ -22,6 +22,7 @@ from moe_core.payloads import (
     ExpertsFn,
     FusedFn,
     PreparedWeights,
+    SendFn,
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route, RouteTable
@@ -29,13 +30,14 @@ from moe_core.plan import MoEPlan, Route, RouteTable
 
 @attrs.define(eq=False)
 class BoundRoute:
-    """The functions of one route; a fused route has only `fused`."""
+    """The functions of one route; a fused route has only `fused`, and few dispatchers have `send`."""
 
     route: Route
     dispatch: DispatchFn | None
     experts: ExpertsFn | None
     combine: CombineFn | None
     fused: FusedFn | None
+    send: SendFn | None = None
 
 
 class BoundExperts:
@@ -85,7 +87,8 @@ class BoundExperts:
             topk_ids: `[T, K]` int32 or int64 global expert ids, -1 = no expert.
             topk_weights: `[T, K]` any float dtype, used as fp32.
             phase: Which workload this is; needed where a multi-rank plan has several.
-            overlap: Runs between dispatch and combine, for example a shared expert.
+            overlap: Runs between dispatch and combine, for example a shared expert; while tokens travel, where the
+                dispatcher can receive later than it sends.
 
         Returns:
             `[T, H]` in the layer's dtype; the whole sum if `plan.output_is_complete`, else this rank's part.
@@ -131,9 +134,14 @@ class BoundExperts:
             if overlap is not None:
                 overlap()
             return output
-        dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)  # type: ignore[misc]
-        if overlap is not None:
+        if overlap is None or bound.send is None:
+            dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)  # type: ignore[misc]
+            if overlap is not None:
+                overlap()
+        else:
+            receive, handle = bound.send(hidden_states, topk_ids, topk_weights)
             overlap()
+            dispatched = receive()
         return bound.combine(bound.experts(dispatched), handle)  # type: ignore[misc]
 
 
@@ -158,13 +166,13 @@ def _bind(
     where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
     module, _, name = route.dispatcher.spec.binder.partition(":")
     try:
-        dispatch, combine = getattr(importlib.import_module(module), name)(plan, route, group)
+        functions = tuple(getattr(importlib.import_module(module), name)(plan, route, group))
     except MoeCoreError:
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
-    if not (callable(dispatch) and callable(combine)):
-        raise PluginError(
-            f"{where}: expected two functions, got {type(dispatch).__name__} and {type(combine).__name__}"
-        )
-    return BoundRoute(route, dispatch, experts, combine, None)  # type: ignore[arg-type]
+    if len(functions) not in (2, 3) or not all(map(callable, functions)):
+        found = ", ".join(type(function).__name__ for function in functions)
+        raise PluginError(f"{where}: expected (dispatch, combine), perhaps with send, got ({found})")
+    dispatch, combine, *rest = functions
+    return BoundRoute(route, dispatch, experts, combine, None, *rest)  # type: ignore[arg-type]

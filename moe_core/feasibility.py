@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from packaging.version import InvalidVersion, Version
-
 from moe_core.decision import Reason
 from moe_core.environment import Environment
 from moe_core.quant import LayerQuant
@@ -102,21 +100,10 @@ def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Env
             continue
         found = environment.version(requirement.module)
         if found is None:
-            wanted = f"{requirement.module}{' >= ' + requirement.minimum if requirement.minimum else ''}"
-            yield Reason("package", wanted, "not installed", requirement.install)
-        elif requirement.minimum and not _is_at_least(found, requirement.minimum):
-            wanted = f"{requirement.module} >= {requirement.minimum}"
-            yield Reason(
-                "version", wanted, f"{requirement.module} {found or 'of unknown version'}", requirement.install
-            )
-
-
-@functools.lru_cache(maxsize=256)
-def _is_at_least(found: str, minimum: str) -> bool:
-    try:
-        return Version(found) >= Version(minimum)
-    except InvalidVersion:
-        return False
+            yield Reason("package", str(requirement), "not installed", requirement.install)
+        elif not requirement.is_met_by(found):
+            version = found or "of unknown version"
+            yield Reason("version", str(requirement), f"{requirement.module} {version}", requirement.install)
 
 
 def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
@@ -131,6 +118,9 @@ def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, 
         yield Reason("phase", " or ".join(spec.phases), workload.phase)
     if workload.graph_capture and not spec.graph_safe:
         yield Reason("graph", "a graph-safe backend", "one that synchronises with the host or has shapes from data")
+    if workload.down_gemm_overlap and isinstance(spec, RunnerSpec) and not spec.down_gemm_overlap:
+        needs = "no combine before the second projection ends"
+        yield Reason("overlap", needs, "down_gemm_overlap=True", "leave down_gemm_overlap out of the workload")
     if request.deterministic and not spec.deterministic:
         yield Reason("determinism", "bitwise repeatable results", "not declared deterministic")
 

@@ -81,6 +81,9 @@ Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
 #: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; the handle goes to the combine of this dispatch.
 #: The ids are slots: expert-parallel rank r owns those of `LayerRequest.local_slots(r)`, whatever the placement.
 DispatchFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Dispatched, Any]]
+#: The first half of a dispatch, for a forward that has something to do meanwhile: arguments and handle as in
+#: `DispatchFn`, but in place of the tokens a function that waits for them, to be called once.
+SendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Callable[[], Dispatched], Any]]
 #: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype; takes all that an `ExpertsFn` may give.
 CombineFn: TypeAlias = Callable[[Tensor, Any], Tensor]
 #: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted), in the layer's

@@ -1,7 +1,7 @@
 """The order among feasible candidates, and what put each one in its place.
 
 Prefer, then measurements, then the declared tier, then (on one rank) tokens as they came before permuted ones, then
-the name. Registration and import order never count.
+what never makes the host wait, then the name. Registration and import order never count.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class _Place(NamedTuple):
     microseconds: float
     tier: int
     permutes: bool
+    waits: bool
     name: str
 
 
@@ -80,7 +81,9 @@ def _place(candidate: Candidate, request: LayerRequest) -> _Place:
     tier = -TIERS.index(candidate.runner.spec.tier)
     # One rank has no tokens to move: what neither permutes nor pads them does less.
     permutes = request.ep_size == 1 and candidate.runner.spec.format in ("contiguous", "masked")
-    return _Place(_preference(candidate, request), math.inf, tier, permutes, candidate.full_name)
+    parts = (candidate.runner, candidate.dispatcher)
+    waits = not all(part.spec.graph_safe for part in parts if part is not None)
+    return _Place(_preference(candidate, request), math.inf, tier, permutes, waits, candidate.full_name)
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
@@ -110,4 +113,6 @@ def _because(index: int, places: list[_Place], provenance: str) -> str:
         return f"tier {TIERS[-place.tier]}"
     if place.permutes != neighbour.permutes:
         return "permutes tokens on one rank" if place.permutes else "no permutation on one rank"
+    if place.waits != neighbour.waits:
+        return "the host may wait for the device" if place.waits else "the host never waits for the device"
     return "tie broken by name"

@@ -38,12 +38,14 @@ class Workload:
         phase: One of `PHASES`; the name by which the caller picks a route among several.
         max_tokens: Most tokens of one rank in one forward, None if unknown (limits on it then do not apply).
         graph_capture: Whether it will be captured into a device graph.
+        down_gemm_overlap: Whether combine is to begin with the first rows of the second projection while it still runs.
         a2a_backend: A pin for this workload alone; overrides the request's.
     """
 
     phase: str = attrs.field(default=ANY, validator=one_of(*PHASES))
     max_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
     graph_capture: bool = attrs.field(default=False, validator=instance_of(bool))
+    down_gemm_overlap: bool = attrs.field(default=False, validator=instance_of(bool))
     a2a_backend: str | None = attrs.field(default=None, validator=_is_pin)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from packaging.version import InvalidVersion, Version
 
 from moe_core.activation import ActivationPattern
 from moe_core.errors import SpecError
 from moe_core.quant import LayerQuant, QuantScheme
+from moe_core.requirement import Requirement as Requirement
 from moe_core.vocabulary import (
     ANY,
     DEVICE_TYPES,
@@ -60,28 +60,6 @@ class TokenDtype:
     def __str__(self) -> str:
         """`bf16` or `fp8/row_128`."""
         return self.dtype if self.scales == "none" else f"{self.dtype}/{self.scales}"
-
-
-@attrs.frozen(kw_only=True)
-class Requirement:
-    """A distribution that a plugin or spec needs, looked up in the environment's package list, never imported.
-
-    Attributes:
-        module: Top-level import name, the key of `Environment.packages`.
-        minimum: Lowest version, "" for any.
-        install: What to type to get it.
-    """
-
-    module: str = attrs.field(validator=is_name)
-    minimum: str = attrs.field(default="", validator=instance_of(str))
-    install: str = attrs.field(default="", validator=instance_of(str))
-
-    def __attrs_post_init__(self) -> None:
-        """A minimum that is no version would refuse every installation."""
-        try:
-            Version(self.minimum or "0")
-        except InvalidVersion as error:
-            raise SpecError(f"Requirement {self.module!r}, field 'minimum': {error}") from error
 
 
 #: Request sizes that a limit may speak about; `max_tokens` is the workload's maximum per rank.
@@ -177,7 +155,8 @@ class DispatcherSpec(_Part):
         name: The a2a backend name that users pin (`none`, `deepep`, ...); several plugins may share it.
         mode: Distinguishes specs of one name; full name `plugin:name.mode`.
         binder: `package.module:function`, imported when a route is bound; the function is
-            `fn(plan, route, group) -> (dispatch, combine)` with the signatures of `payloads`.
+            `fn(plan, route, group) -> (dispatch, combine)` with the signatures of `payloads`, and a `SendFn` behind
+            them where tokens can be received later than they are sent.
         format: Memory layout it writes.
         sends: What it can put on the wire, best first.
         devices: Device types, or ("any",).
@@ -241,6 +220,7 @@ class RunnerSpec(_Part):
         bias: Whether expert biases are added.
         weight_on_input: Whether the router weight may act on the input instead of the output.
         post_norm: Whether a norm after each expert can be applied.
+        down_gemm_overlap: Whether it can tell, while its second projection runs, which rows of it are done.
         row_alignment: Rows per expert it needs in `contiguous` and `masked`.
         id_space: Ids it reads in `standard` and `fused`.
         graph_safe: No host synchronisation; fixed shapes.
@@ -265,6 +245,7 @@ class RunnerSpec(_Part):
     )
     bias: bool = attrs.field(default=False, validator=instance_of(bool))
     post_norm: bool = attrs.field(default=False, validator=instance_of(bool))
+    down_gemm_overlap: bool = attrs.field(default=False, validator=instance_of(bool))
     row_alignment: int = attrs.field(default=1, validator=at_least(1))
     tier: str = attrs.field(default="generic", validator=one_of(*TIERS))
 

@@ -62,6 +62,7 @@ REASON_CODES = (
     "limit",  # a declared size limit
     "tokens",  # distributed or replicated tokens
     "graph",  # graph capture
+    "overlap",  # combine beginning before the second projection ends
     "determinism",  # bitwise repeatability
     "format",  # dispatcher and runner disagree about memory
     "dispatch-dtype",  # nothing that can be sent can be read

@@ -212,7 +212,9 @@ def bind_no_functions(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[
 @pytest.mark.error_path
 def test_a_binder_returns_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "bind_standard", bind_no_functions)
-    with pytest.raises(PluginError, match=r"bind_standard.*expected two functions, got int and int"):
+    with pytest.raises(
+        PluginError, match=r"bind_standard.*expected \(dispatch, combine\), perhaps with send, got \(int, int\)"
+    ):
         build(SMALL, random_tensors(SMALL))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import attrs
 import pytest
@@ -13,8 +14,10 @@ from reference_moe import rel
 
 from moe_core import Environment, ExpertGroup, LayerRequest, MoELayer, RawWeights, Workload
 from moe_core.activation import ActivationSpec
+from moe_core.backends.torch import local
 from moe_core.errors import InputError, PluginError, ResolutionError, WeightsError
 from moe_core.payloads import PreparedWeights
+from moe_core.plan import MoEPlan, Route
 from moe_core.quant import NVFP4, W8A8_INT8
 
 SMALL = LayerRequest(num_experts=5, top_k=2, hidden_size=32, intermediate_size=24, dtype="fp32", bias=True)
@@ -131,6 +134,29 @@ def test_overlap_runs_between_dispatch_and_combine(layer: MoELayer) -> None:
     calls: list[str] = []
     layer(*random_tokens(SMALL, 3), overlap=lambda: calls.append("shared expert"))
     assert calls == ["shared expert"]
+
+
+def test_overlap_runs_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    bind = local.bind_standard
+
+    def bind_later(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[Any, Any, Any]:
+        dispatch, combine = bind(plan, route, group)
+
+        def send(*tokens: torch.Tensor) -> tuple[Any, Any]:
+            calls.append("send")
+            dispatched, handle = dispatch(*tokens)
+            return lambda: (calls.append("receive"), dispatched)[1], handle
+
+        return dispatch, combine, send
+
+    monkeypatch.setattr(local, "bind_standard", bind_later)
+    layer = build(SMALL, random_tensors(SMALL))
+    tokens = random_tokens(SMALL, 3)
+    alone = layer(*tokens)
+    assert calls == []
+    assert torch.equal(layer(*tokens, overlap=lambda: calls.append("shared expert")), alone)
+    assert calls == ["send", "shared expert", "receive"]
 
 
 def test_moving_to_where_it_is_changes_nothing(layer: MoELayer) -> None:

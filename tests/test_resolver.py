@@ -399,7 +399,7 @@ def test_a_deterministic_layer_without_a_common_combination() -> None:
 @pytest.mark.parametrize(
     ("prefer", "expected", "because"),
     [
-        ((), MASKED_BF16, "tie broken by name"),
+        ((), MASKED_BF16, "the host never waits for the device"),
         # A plugin's name means its runner first: its dispatcher `none` serves other plugins' runners, too.
         (("torch",), "torch:none.standard + torch:torch.standard", "no permutation on one rank"),
         (("torch.standard",), "torch:none.standard + torch:torch.standard", "prefer"),
@@ -425,7 +425,7 @@ _CAPTURED = (Workload(phase="decode", graph_capture=True),)
         (_H100, {}, "triton:triton.fused"),
         (_H100, {"ep_size": 2}, "torch:torch_alltoall.standard + triton:triton.standard"),
         (_H100, {"ep_size": 2, "token_placement": "replicated"}, "torch:none.standard + triton:triton.standard"),
-        (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard"),
+        (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard_grouped_mm"),
         (_TORCH_ALONE, {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
         (_TORCH_ALONE, {"workloads": _CAPTURED}, "torch:none.standard + torch:torch.standard_grouped_mm"),
         (load_environment("cpu"), {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
@@ -560,6 +560,7 @@ STRICT = plugin(
     ],
 )
 _DECODE_GRAPH = Workload(phase="decode", max_tokens=64, graph_capture=True)
+_DECODE_OVERLAP = Workload(phase="decode", max_tokens=64, down_gemm_overlap=True)
 _Change = Callable[[LayerRequest, Environment], tuple[LayerRequest, Environment]]
 
 
@@ -588,6 +589,7 @@ FAULTS: dict[str, tuple[_Change, _Change]] = {
     "limit": (_layer(top_k=9), _layer(top_k=8)),
     "tokens": (_layer(token_placement="replicated"), _layer(token_placement="distributed")),
     "graph": (_layer(workloads=_DECODE_GRAPH), _layer(workloads=GOOD.workloads)),
+    "overlap": (_layer(workloads=_DECODE_OVERLAP), _layer(workloads=GOOD.workloads)),
     "determinism": (_layer(deterministic=True), _layer(deterministic=False)),
     "format": (_layer(a2a_backend="other"), _layer(a2a_backend="toy")),
     "dispatch-dtype": (_layer(dispatch_dtype="fp8"), _layer(dispatch_dtype=None)),

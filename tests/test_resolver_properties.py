@@ -76,6 +76,7 @@ def _plugin(rng: random.Random, name: str) -> PluginSpec:
                 dtypes=_some(rng, ["bf16", "fp16"]),
                 bias=rng.random() < 0.7,
                 post_norm=rng.random() < 0.7,
+                down_gemm_overlap=rng.random() < 0.7,
                 row_alignment=rng.choice([1, 1, 8, 16]),
                 tier=rng.choice(["reference", "generic", "tuned"]),
                 **_part(rng),
@@ -86,7 +87,11 @@ def _plugin(rng: random.Random, name: str) -> PluginSpec:
 
 def _request(rng: random.Random, **pins: str) -> LayerRequest:
     dtype = rng.choice(["bf16", "bf16", "fp16"])
-    workload = Workload(phase=rng.choice(["any", "prefill", "decode"]), graph_capture=rng.random() < 0.2)
+    workload = Workload(
+        phase=rng.choice(["any", "prefill", "decode"]),
+        graph_capture=rng.random() < 0.2,
+        down_gemm_overlap=rng.random() < 0.2,
+    )
     return LayerRequest(
         num_experts=16,
         top_k=rng.choice([2, 8]),
@@ -179,6 +184,7 @@ def _fixed(triple: Triple, reason: Reason, part: DeclaredDispatcher | DeclaredRu
         "limit": {"limits": ()},
         "tokens": {"token_placements": ("distributed", "replicated")},
         "graph": {"graph_safe": True},
+        "overlap": {"down_gemm_overlap": True},
         "determinism": {"deterministic": True},
         "alignment": {"row_alignment": 0},
         "format": {"id_space": "local"},

@@ -134,11 +134,37 @@ def test_token_dtypes_that_do_not_exist(arguments: tuple[str, ...], match: str) 
         ({"module": "a.b"}, "Requirement, field 'module': expected letters"),
         ({"module": "a", "minimum": "newest"}, "Requirement 'a', field 'minimum': Invalid version"),
         ({"module": "a", "minimum": 2.1}, "field 'minimum': expected str"),
+        ({"module": "a", "excluded": "1 to 2"}, "Requirement 'a', field 'excluded': Invalid specifier"),
     ],
 )
 def test_a_wrong_requirement(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(SpecError, match=match):
         Requirement(**fields)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_met"),
+    [
+        ("0.1.2", False),
+        ("0.1.3", True),
+        ("0.1.5.post1", True),
+        ("1.0.0", False),
+        ("2.0.9", False),
+        ("2.1.0+local", True),
+        ("2.0.0rc1", False),
+        ("", False),
+        ("main", False),
+    ],
+)
+def test_versions_of_several_distributions(found: str, is_met: bool) -> None:
+    requirement = Requirement(module="lib", minimum="0.1.3", excluded=">=1,<2.1")
+    assert requirement.is_met_by(found) == is_met
+    assert str(requirement) == "lib >= 0.1.3, not >=1,<2.1"
+
+
+def test_any_version_is_enough_without_conditions() -> None:
+    assert Requirement(module="lib").is_met_by("")
+    assert str(Requirement(module="lib")) == "lib"
 
 
 DECLARED = DeclaredDispatcher("cuda", dispatcher("deepep", "normal"))

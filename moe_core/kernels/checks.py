@@ -19,8 +19,7 @@ def check_ids(topk_ids: Tensor, num_experts: int) -> None:
     Raises:
         InputError: `topk_ids` is not int32 or int64, or (on CPU) names an id out of range.
     """
-    if topk_ids.dtype not in _ID_DTYPES:
-        raise InputError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
+    check_id_dtype(topk_ids)
     if torch.compiler.is_compiling() or topk_ids.device.type != "cpu":
         in_range = ((topk_ids >= -1) & (topk_ids < num_experts)).all()
         torch._assert_async(in_range, f"topk_ids: an expert id is outside -1..{num_experts - 1}")
@@ -35,6 +34,19 @@ def check_ids(topk_ids: Tensor, num_experts: int) -> None:
             f"topk_ids: expert id {bad} is out of range; num_experts is {num_experts}, "
             f"so ids are 0..{num_experts - 1}, or -1 for a slot without expert"
         )
+
+
+def check_id_dtype(topk_ids: Tensor) -> None:
+    """Raise `InputError` unless the ids are int32 or int64."""
+    if topk_ids.dtype not in _ID_DTYPES:
+        raise InputError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
+
+
+def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
+    """As `ops.checked_ids`, in torch."""
+    check_ids(topk_ids, num_slots)
+    ids = topk_ids.long().contiguous()
+    return ids if table is None else torch.where(ids < 0, -1, table[ids.clamp(min=0)])
 
 
 def check_tokens(

@@ -6,7 +6,7 @@ import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.number_formats import E4M3_MAX, power_of_two_above, round_e4m3
+from moe_core.kernels.number_formats import E4M3_MAX, power_of_two_above, quotient, round_e4m3
 from moe_core.kernels.quantize import in_groups
 from moe_core.kernels.real_rows import real_rows
 from moe_core.kernels.scale_layouts import PACKED_SCALES, code_format
@@ -28,7 +28,7 @@ def quantize(
     if activation is not None:
         values = activation_function(activation)(values)
     groups = in_groups(values, layout.group or max(1, width))
-    scale = groups.abs().amax(-1) / CODE_MAX[dtype]
+    scale = quotient(groups.abs().amax(-1), CODE_MAX[dtype])
     if layout.packed:
         scale = power_of_two_above(scale)
     # Any divisor gives zeros where the scale is zero.

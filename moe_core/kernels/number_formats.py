@@ -59,6 +59,14 @@ def has_e4m3_nan(values: Tensor) -> bool:
     return bool((values.view(torch.int8).amax() == 0x7F) | (values.view(torch.uint8).amax() == 0xFF))
 
 
+def quotient(values: Tensor, divisor: float) -> Tensor:
+    """`values / divisor`, rounded to nearest on every device.
+
+    On a GPU, torch divides by a number through its reciprocal, which rounds twice; so the divisor is a tensor there.
+    """
+    return values / values.new_full((), divisor)
+
+
 def power_of_two_above(values: Tensor) -> Tensor:
     """Smallest power of two that is not less, on the bits of fp32 numbers from 0; infinity of NaN, 0 of 0."""
     bits = values.view(torch.int32).clamp(max=_EXPONENT_BITS)

@@ -22,6 +22,7 @@ import torch
 from moe_core.activation import ActivationSpec
 from moe_core.errors import InputError
 from moe_core.kernels import activation as torch_activation
+from moe_core.kernels import checks as torch_checks
 from moe_core.kernels import codes as torch_codes
 from moe_core.kernels import combine as torch_combine
 from moe_core.kernels import permute as torch_permute
@@ -29,6 +30,26 @@ from moe_core.kernels.permute import Permutation
 from moe_core.kernels.scale_layouts import code_format
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
 from moe_core.specs import TokenDtype
+
+
+def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
+    """Ids as a communication library takes them: in range or -1, int64 and contiguous.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64, any strides.
+        num_slots: Every id is below it.
+        table: `[num_slots]` int64, what each becomes; None for itself. -1 stays.
+
+    Raises:
+        InputError: Another dtype, or on CPU an id out of range; elsewhere it stops the device.
+    """
+    if not _uses_triton(topk_ids):
+        return torch_checks.checked_ids(topk_ids, num_slots, table)
+    torch_checks.check_id_dtype(topk_ids)
+    from moe_core.kernels.triton import ids
+
+    with _on_device(topk_ids):
+        return ids.checked_ids(topk_ids, num_slots, table)
 
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int, *, alignment: int = 1) -> Permutation:
@@ -59,6 +80,7 @@ def permute_contiguous(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    num_rows: int | None = None,
 ) -> tuple[ContiguousTokens, Tensor]:
     """Tokens to rows grouped by expert; each token is read once.
 
@@ -71,6 +93,7 @@ def permute_contiguous(
         scales: `[T, G]` of quantized tokens, of one or four bytes each, any strides; `[T, 1]` for one per token.
         column_major: Whether the rows' scales come out with stride 1 along the rows, padded to 16 bytes (as in
             `column_128` and `ue8m0_128`), instead of row by row.
+        num_rows: `R`, from a caller who knows on the host how many rows suffice; None for as many as always do.
 
     Returns:
         The tokens, and `row_map [T, K]` int32: the row of each slot, -1 for none, which `combine` takes.
@@ -94,6 +117,7 @@ def permute_contiguous(
             row_weights=row_weights,
             scales=scales,
             column_major=column_major,
+            num_rows=num_rows,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import attrs
 import torch
+from torch.nn import functional
 
 from moe_core.kernels.scale_layouts import empty_scales
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
@@ -134,9 +135,12 @@ def permute_contiguous(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    num_rows: int | None = None,
 ) -> tuple[ContiguousTokens, Tensor]:
     """As `ops.permute_contiguous`."""
     permutation = permute(topk_ids, num_experts, alignment)
+    if num_rows is not None:
+        permutation.num_rows = num_rows
     rows = gather_rows(hidden_states, permutation)
     if row_weights is not None:
         rows = (rows * gather_row_values(row_weights.float(), permutation)[:, None]).to(rows.dtype)
@@ -183,8 +187,7 @@ def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int
         return row.fill_(-1)
     expert = torch.searchsorted(group_ends, row, right=True, out_int32=True)
     last = expert.clamp(max=num_experts - 1)
-    starts = group_ends.roll(1)
-    starts[0] = 0
+    starts = functional.pad(group_ends[:-1], (1, 0))
     is_real = (expert < num_experts) & (row - starts[last] < num_tokens_per_expert[last])
     return torch.where(is_real, expert, -1)
 

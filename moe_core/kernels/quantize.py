@@ -16,6 +16,7 @@ from moe_core.kernels.number_formats import (
     E4M3_MAX,
     power_of_two_above,
     power_of_two_below,
+    quotient,
     round_e2m1,
     round_to_e4m3,
 )
@@ -109,14 +110,14 @@ class ActivationRounder:
         else:
             by_group = input_scale[..., None]
             # A group's scale may round to zero; its values are then zero.
-            scale = round_to_e4m3(amax / LARGEST[self.dtype] / by_group) * by_group
+            scale = round_to_e4m3(quotient(amax, LARGEST[self.dtype]) / by_group) * by_group
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
         if self.scale == "e8m0" and self.dtype == "fp4":
             # The exponent of the largest e2m1 value is 2.
             return power_of_two_below(amax) * 0.25
-        scale = amax / LARGEST[self.dtype]
+        scale = quotient(amax, LARGEST[self.dtype])
         if self.scale == "e8m0":
             return power_of_two_above(scale)
         if self.scale == "e4m3":

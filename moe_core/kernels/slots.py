@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_core.kernels import ops
 from moe_core.kernels.checks import check_ids
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
@@ -42,3 +43,28 @@ class SlotMap:
 def slot_map(request: LayerRequest) -> SlotMap | None:
     """The map of a layer, or None where slots are experts."""
     return None if request.placement.kind == "contiguous" else SlotMap(request)
+
+
+class EvenIds:
+    """Slots `[T, K]` -> int64 ids of a library that finds an expert's rank by division, -1 as it is.
+
+    Such a library wants as many experts on every rank. Where the core's shares differ, the smaller ones are filled up
+    with experts that no token names.
+
+    Attributes:
+        num_experts: The library's experts.
+    """
+
+    def __init__(self, request: LayerRequest) -> None:
+        """Look up the ranks' shares."""
+        most, shares = request.max_local_experts, [len(request.local_slots(rank)) for rank in range(request.ep_size)]
+        ids = [rank * most + local for rank, share in enumerate(shares) for local in range(share)]
+        self.num_experts = most * request.ep_size
+        self._num_slots = request.num_slots
+        self._ids = None if ids == list(range(self._num_slots)) else torch.tensor(ids)
+
+    def __call__(self, topk_ids: Tensor) -> Tensor:
+        """The ids, contiguous; raises `InputError` for slots out of range, as `checks.check_ids`."""
+        if self._ids is not None and self._ids.device != topk_ids.device:
+            self._ids = self._ids.to(topk_ids.device)
+        return ops.checked_ids(topk_ids, self._num_slots, self._ids)

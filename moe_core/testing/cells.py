@@ -17,7 +17,7 @@ from moe_core.errors import SpecError
 from moe_core.quant import SCHEMES, WHOLE, LayerQuant, QuantScheme
 from moe_core.quant.scheme import ACTIVATION_DTYPES, ACTIVATION_SCALING, SCALE_DTYPES, WEIGHT_DTYPES
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate, DeclaredDispatcher, Limit, TokenDtype
+from moe_core.specs import Candidate, Limit, TokenDtype
 from moe_core.testing.sizes import Sizes, base_sizes
 from moe_core.vocabulary import ANY, PHASES
 
@@ -156,15 +156,16 @@ def _variants(cell: Cell) -> Iterator[Cell]:
     """The first cell of a pair in every other phase, and with every declared feature."""
     yield from (attrs.evolve(cell, phase=phase) for phase in _phases(cell.pair)[1:])
     for feature in FEATURES:
-        if getattr(cell.pair.runner.spec, feature) and _takes(cell.pair.dispatcher, feature):
+        if _has(cell.pair, feature):
             yield attrs.evolve(cell, feature=feature)
 
 
-def _takes(dispatcher: DeclaredDispatcher | None, feature: str) -> bool:
-    """Whether the dispatcher does its part of a feature: weights on the input are its business where it groups rows."""
-    if dispatcher is None or feature != "weight_on_input" or dispatcher.spec.format == "standard":
-        return True
-    return dispatcher.spec.weight_on_input
+def _has(pair: Candidate, feature: str) -> bool:
+    dispatcher = pair.dispatcher
+    if feature == "weight_on_input" and dispatcher is not None and dispatcher.spec.format != "standard":
+        # It applies the weights before the runner sees a row.
+        return dispatcher.spec.weight_on_input and pair.runner.spec.weight_on_input
+    return bool(getattr(pair.runner.spec, feature))
 
 
 def _fits_dtype(quant: LayerQuant, dtype: str) -> bool:

@@ -86,7 +86,8 @@ def declare_backends() -> PluginSpec:
 
 def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
     """The built-in local dispatch, whose rows are then rounded to the route's token dtype."""
-    send, combine = _BINDERS[route.runner.spec.format](plan, route, group)
+    floats = attrs.evolve(route, token_dtype=TokenDtype(plan.request.dtype))
+    send, combine = _BINDERS[route.runner.spec.format](plan, floats, group)
     token_dtype = route.token_dtype
     is_static = plan.request.local_quant.w13.activation_scaling == "static"
     unit = input_unit("w13", plan.request) if is_static else None

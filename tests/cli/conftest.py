@@ -12,7 +12,7 @@ import pytest
 from tiny_models import write_tiny_qwen
 
 from moe_core.cli import main
-from moe_core.manager import default_manager
+from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
 
 SITES = Path(__file__).parent / "sites"
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,10 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process sees the vendor-like plugins, and forgets them again."""
+    """This process sees the vendor-like plugins beside the built-in ones alone, and forgets them again."""
     monkeypatch.syspath_prepend(SITES / "vendors")
+    # Plugins of this repository that are installed would take part in what is chosen.
+    monkeypatch.setenv(ALLOW_LIST_VARIABLE, "torch,triton,cuda_vendor_gemm,flashinfer_cutedsl")
     default_manager.cache_clear()
     yield
     default_manager.cache_clear()

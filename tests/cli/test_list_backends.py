@@ -85,14 +85,14 @@ def test_json_lists_every_plugin(moe_core):
     backends = _backends(moe_core(*NOT_PROBED, "--json", sites=("broken", "vendors")))
     assert {name: backend["status"] for name, backend in backends.items() if name != "triton"} == {
         "torch": "ready",
-        "cuda_deepgemm": "unavailable",
+        "cuda_vendor_gemm": "unavailable",
         "flashinfer_cutedsl": "ready",
         "exits": "failed",
         "import_fails": "failed",
         "other_api": "failed",
         "twin": "conflict",
     }
-    gemm = backends["cuda_deepgemm"]
+    gemm = backends["cuda_vendor_gemm"]
     assert gemm["problem"] == "deep_ep, deep_gemm >= 2.5 not installed"
     assert gemm["distribution"] == "vendor-gemm"
     assert [part["name"] for part in gemm["dispatchers"]] == ["deepep.normal", "deepep.low_latency"]
@@ -115,7 +115,7 @@ def test_status_on_a_machine(call, monkeypatch, with_vendors, preset, gemm, fp4)
     code, out, _ = call("list-backends", "--json")
     assert code == 0
     status = {b["name"]: ": ".join(filter(None, (b["status"], b["problem"]))) for b in json.loads(out)["backends"]}
-    assert (status["cuda_deepgemm"], status["flashinfer_cutedsl"]) == (gemm, fp4)
+    assert (status["cuda_vendor_gemm"], status["flashinfer_cutedsl"]) == (gemm, fp4)
 
 
 def test_a_plugin_that_is_ready_in_part_says_what_is_missing(call, monkeypatch, with_vendors):

@@ -75,7 +75,7 @@ def test_explain_shows_both_stages_and_the_order(call, with_vendors):
     stage_one = _words(out[first:second].replace("│", ""))
     assert "arch: needs sm100 or sm103, found sm90" in stage_one
     assert "limit: needs ep_size >=" not in stage_one
-    assert "yes cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous" in _words(out[second:third])
+    assert "yes cuda_vendor_gemm:deepep.normal + cuda_vendor_gemm:deep_gemm.contiguous" in _words(out[second:third])
     assert "tie broken by name" in _words(out[third:])
 
 
@@ -85,7 +85,7 @@ def test_infeasible(call, with_vendors, explain):
     assert code == 1
     assert err.startswith("error: no backend combination fits this layer on cpu")
     lines = [line.strip() for line in err.splitlines()]
-    assert "cuda_deepgemm:deep_gemm.masked: device: needs cuda, found cpu" in lines
+    assert "cuda_vendor_gemm:deep_gemm.masked: device: needs cuda, found cpu" in lines
     assert "Traceback" not in err
     assert ("1. each spec alone" in out) == bool(explain)
     assert "plan of" not in out
@@ -102,7 +102,7 @@ def test_pins_and_fallback(call, with_vendors):
     pinned = (*ON_H100, "--a2a-backend", "deepep.low_latency", "--runner-backend", "deep_gemm")
     code, out, _ = call(*pinned)
     assert code == 0
-    assert "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked" in _words(out)
+    assert "cuda_vendor_gemm:deepep.low_latency + cuda_vendor_gemm:deep_gemm.masked" in _words(out)
     code, out, err = call(*IMPOSSIBLE, "--allow-fallback")
     assert (code, err) == (0, "")
     assert "fallback: asked for runner deep_gemm, kept no pins" in _words(out)

@@ -52,6 +52,20 @@ def _ids(size: tuple[int, int, int], routing: str) -> Tensor:
     return torch.randint(-1, experts, (tokens, top_k))
 
 
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_no_more_rows_than_the_caller_says(alignment: int) -> None:
+    ids, x = torch.tensor([[0, 2], [2, -1], [-1, 0]]), torch.randn(3, 40).bfloat16()
+    ends = {1: [2, 2, 4], 8: [8, 8, 16]}[alignment]
+    tokens, row_map = ops.permute_contiguous(
+        x.to(DEVICE), ids.to(DEVICE), 3, alignment=alignment, scales=torch.rand(3, 2).to(DEVICE), num_rows=ends[-1]
+    )
+    assert tokens.group_ends.tolist() == ends
+    assert (len(tokens.hidden_states), len(tokens.scales)) == (ends[-1], ends[-1])
+    second = 0 if alignment == 1 else 6
+    assert row_map.tolist() == [[0, 2 + second], [3 + second, -1], [-1, 1]]
+    assert torch.equal(tokens.hidden_states[3 + second].cpu(), x[1])
+
+
 def _slots(ids: Tensor, expert: int) -> list[tuple[int, int]]:
     return [tuple(slot) for slot in (ids == expert).nonzero().tolist()]
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_core import ExpertPlacement, LayerRequest
 from moe_core.errors import InputError
-from moe_core.kernels.slots import SlotMap, slot_map
+from moe_core.kernels.slots import EvenIds, SlotMap, slot_map
 
 #: Expert 0 in the slots 1 and 7, expert 3 in 0, 4 and 6.
 _MAP = (3, 0, 1, 2, 3, 4, 3, 0, 5)
@@ -45,3 +45,33 @@ def test_no_map_where_slots_are_experts() -> None:
 def test_an_expert_that_does_not_exist_is_named() -> None:
     with pytest.raises(InputError, match="expert id 6 is out of range; num_experts is 6"):
         SlotMap(_request(ExpertPlacement("map", _MAP)))(torch.tensor([[6]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_library_that_divides_finds_the_rank_that_holds_an_expert(dtype: torch.dtype) -> None:
+    request = _request(ExpertPlacement(), ep_size=4)
+    even = EvenIds(request)
+    ids = even(torch.tensor([[0, 1], [2, 3], [4, 5], [-1, 0]], dtype=dtype))
+    assert even.num_experts == 8
+    assert ids.dtype == torch.int64
+    # Shares of 2, 2, 1 and 1 experts.
+    assert ids.tolist() == [[0, 1], [2, 3], [4, 6], [-1, 0]]
+    for rank in range(4):
+        for local, slot in enumerate(request.local_slots(rank)):
+            (found,) = even(torch.tensor([[slot]])).flatten().tolist()
+            assert divmod(found, even.num_experts // 4) == (rank, local)
+
+
+def test_equal_shares_keep_their_ids() -> None:
+    even = EvenIds(_request(ExpertPlacement(), ep_size=2))
+    assert even.num_experts == 6
+    assert even(torch.tensor([[5, -1]], dtype=torch.int32)).tolist() == [[5, -1]]
+
+
+@pytest.mark.error_path
+def test_a_slot_out_of_range_is_refused() -> None:
+    even = EvenIds(_request(ExpertPlacement(), ep_size=4))
+    with pytest.raises(InputError, match="expert id 6 is out of range"):
+        even(torch.tensor([[6, 0]]))
+    with pytest.raises(InputError, match="expected int32 or int64"):
+        even(torch.tensor([[1.0, 0.0]]))

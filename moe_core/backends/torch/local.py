@@ -23,6 +23,8 @@ from moe_core.payloads import (
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route
+from moe_core.specs import TokenDtype
+from moe_core.vocabulary import FLOAT_DTYPES
 
 #: What undoes a local permutation: `row_map [T, K]` and the weights that combine applies, None if the input has them.
 LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
@@ -53,20 +55,32 @@ class LocalPermutation:
         num_local_experts: L.
         row_alignment: Rows per expert are padded to a multiple of it.
         weight_on_input: Whether the weights are applied before the experts instead of after.
+        codes: What tokens are rounded to on the way, with scales along the rows; None for floats.
     """
 
     num_local_experts: int
     row_alignment: int
     weight_on_input: bool
+    codes: TokenDtype | None
 
     def contiguous(
         self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
     ) -> tuple[ContiguousTokens, LocalHandle]:
         """`[T, H]` -> rows grouped by expert."""
         on_input, on_output = self._sides(topk_weights)
+        values, scales = self._rounded(hidden_states, on_input)
         tokens, row_map = ops.permute_contiguous(
-            hidden_states, local_ids, self.num_local_experts, alignment=self.row_alignment, row_weights=on_input
+            values,
+            local_ids,
+            self.num_local_experts,
+            alignment=self.row_alignment,
+            row_weights=on_input,
+            scales=scales,
+            column_major=True,
         )
+        if self.codes is not None and scales is None:
+            real = ops.row_experts(tokens.num_tokens_per_expert, tokens.group_ends, tokens.hidden_states.shape[0])
+            tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=real)
         return tokens, (row_map, on_output)
 
     def masked(
@@ -75,14 +89,29 @@ class LocalPermutation:
         """`[T, H]` -> one block of rows per expert."""
         num_rows = self._rows_per_expert(local_ids)
         on_input, on_output = self._sides(topk_weights)
+        values, scales = self._rounded(hidden_states, on_input)
         tokens, row_map = ops.permute_masked(
-            hidden_states, local_ids, self.num_local_experts, num_rows, row_weights=on_input
+            values,
+            local_ids,
+            self.num_local_experts,
+            num_rows,
+            row_weights=on_input,
+            scales=scales,
+            column_major=True,
         )
+        if self.codes is not None and scales is None:
+            tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=tokens.masked_m)
         if local_ids.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(
                 (tokens.masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
         return tokens, (row_map, on_output)
+
+    def _rounded(self, hidden_states: Tensor, on_input: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens as codes and scales, once each; as they are where each row is multiplied by a weight first."""
+        if self.codes is None or on_input is not None:
+            return hidden_states, None
+        return ops.quantize(hidden_states, self.codes)
 
     def _sides(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The weights that multiply the experts' inputs, and those of their outputs: one of both."""
@@ -103,6 +132,7 @@ def local_permutation(plan: MoEPlan, route: Route, group: ExpertGroup) -> LocalP
         num_local_experts=len(plan.request.local_experts(group.rank)),
         row_alignment=route.row_alignment,
         weight_on_input=plan.request.weight_on_input,
+        codes=None if route.token_dtype.dtype in FLOAT_DTYPES else route.token_dtype,
     )
 
 

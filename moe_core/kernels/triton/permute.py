@@ -40,10 +40,11 @@ def permute_contiguous(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    num_rows: int | None = None,
 ) -> tuple[ContiguousTokens, Tensor]:
     """As `ops.permute_contiguous`; rows without a slot are not written."""
     permutation = permute(topk_ids, num_experts, alignment)
-    size = (permutation.num_rows,)
+    size = (permutation.num_rows if num_rows is None else num_rows,)
     rows, row_scales = _copy_tokens(hidden_states, permutation.row_map, size, row_weights, scales, column_major)
     tokens = ContiguousTokens(
         hidden_states=rows,

@@ -43,7 +43,7 @@ def _runner(format_: str) -> RunnerSpec:
 @hookimpl
 def declare_backends() -> PluginSpec:
     return PluginSpec(
-        name="cuda_deepgemm",
+        name="cuda_vendor_gemm",
         hook_api=1,
         description="fp8 grouped GEMMs",
         dispatchers=[_dispatcher("normal", "contiguous"), _dispatcher("low_latency", "masked")],

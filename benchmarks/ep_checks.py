@@ -1,0 +1,131 @@
+"""Whether layers on DeepEP are right: values, refusals, layers that alternate, captured graphs, and buffers that go."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from ep_ranks import DECODE, DEVICE, ON_GPU, TOLERANCE, Bench, Wrong, small
+from moe_plugin_deepgemm.deepep_buffers import BUFFERS
+
+from moe_core.errors import InputError
+from moe_core.quant import BF16, FP8_BLOCK128
+
+
+def check_values(bench: Bench) -> None:
+    """Both modes, both wire dtypes, uneven and missing tokens, with and without an overlap."""
+    for quant, wire in ((BF16, None), (FP8_BLOCK128, None), (FP8_BLOCK128, "bf16")):
+        request = small(quant=quant, dispatch_dtype=wire)
+        layer = bench.layer(request)
+        for phase in ("decode", "prefill"):
+            for counts in ((7, 3), (0, 5), (0, 0), (128, 1)):
+                tokens = bench.tokens(request, counts[bench.rank], seed=counts[0])
+                output = layer(*tokens, phase=phase)
+                overlapped = layer(*tokens, phase=phase, overlap=lambda: torch.ones(1, device=DEVICE).add_(1))
+                bench.require(torch.equal(output, overlapped), f"overlap changes {quant} {phase} {counts}")
+                error = bench.error(request, output, tokens)
+                bench.require(error < TOLERANCE["fp8" if quant.is_quantized else "bf16"], f"{quant} {phase}: {error}")
+            token_dtype = next(route.token_dtype for route in layer.plan.routes if route.phase == phase)
+            bench.say(f"ok: {quant}, tokens in {token_dtype}, {phase}: last error {error:.1e}")
+
+
+def check_refusals(bench: Bench) -> None:
+    """Too many tokens raise before anything is sent, and the next forward is right."""
+    request = small()
+    layer = bench.layer(request)
+    for _ in range(2):
+        try:
+            layer(*bench.tokens(request, 129, seed=0), phase="decode")
+            bench.require(False, "129 tokens of 128 were taken")
+        except InputError:
+            pass
+    tokens = bench.tokens(request, 4, seed=1)
+    bench.require(bench.error(request, layer(*tokens, phase="decode"), tokens) < 1e-2, "a forward after a refusal")
+    leftover = sorted(name for name in os.environ if name.startswith("NVSHMEM_IB") or name == "NVSHMEM_MAX_TEAMS")
+    bench.require(not leftover, f"variables are left: {leftover}")
+    bench.say("ok: too many tokens are refused, the environment is as it was")
+
+
+def check_mixture(bench: Bench) -> None:
+    """A quantized target and an unquantized draft of another geometry alternate; memory stays."""
+    target, draft = small(quant=FP8_BLOCK128), small(num_experts=4)
+    layers = [(request, bench.layer(request)) for request in (target, draft)]
+    worst, used = {"bf16": 0.0, "fp8": 0.0}, []
+    for step in range(24):
+        phase = "prefill" if step % 6 == 0 else "decode"
+        for request, layer in layers:
+            count = (37 if phase == "prefill" else 5) + 3 * bench.rank
+            tokens = bench.tokens(request, count, seed=step % 3)
+            kind = "fp8" if request.quant.w13.is_quantized else "bf16"
+            output = layer(*tokens, phase=phase)
+            if step % 6 < 3:
+                worst[kind] = max(worst[kind], bench.error(request, output, tokens))
+            # What is left between steps is compared.
+            del output, tokens
+        if ON_GPU:
+            used.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+    bench.require(all(worst[kind] < TOLERANCE[kind] for kind in worst), f"a mixture: {worst}")
+    # The first steps fill the allocator.
+    bench.require(len(set(used[12:])) <= 1 or not ON_GPU, f"memory grows: {used}")
+    bench.say(f"ok: fp8 target and bf16 draft alternate, errors {worst}, memory {used[-1:]}")
+
+
+def check_capture(bench: Bench) -> None:
+    """A captured decode is replayed with other routings, between eager forwards."""
+    for quant in (BF16, FP8_BLOCK128):
+        request = small(quant=quant)
+        layer = bench.layer(request)
+        static = bench.tokens(request, 16, seed=0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                layer(*static, phase="decode")
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        dist.barrier()
+        with torch.cuda.graph(graph):
+            output = layer(*static, phase="decode")
+        for seed in range(1, 6):
+            tokens = bench.tokens(request, 16, seed=seed)
+            for place, value in zip(static, tokens, strict=True):
+                place.copy_(value)
+            graph.replay()
+            replayed = output.clone()
+            eager = layer(*tokens, phase="prefill" if seed == 3 else "decode")
+            if seed != 3:
+                bench.require(torch.equal(replayed, eager), f"{quant}: a replay differs from an eager forward")
+            bench.require(bench.error(request, replayed, tokens) < TOLERANCE["fp8"], f"{quant}: a replay is wrong")
+        bench.say(f"ok: {quant}: a captured decode gives the bits of eager ones for 5 routings")
+
+
+def check_buffers(bench: Bench) -> None:
+    """Buffers go with their last layer; another low-latency one lives on, and a new one can be made."""
+    kept, ranks = small(), bench.group.process_group
+    layer = bench.layer(kept)
+    other = bench.layer(small(num_experts=8, top_k=4, workloads=DECODE))
+    if ranks is None:
+        raise Wrong("no process group")
+    before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
+    del other
+    freed = BUFFERS.free_unused(ranks)
+    after = torch.cuda.mem_get_info()[0] if ON_GPU else 0
+    tokens = bench.tokens(kept, 5, seed=2)
+    bench.require(freed >= 1, f"freed {freed} buffers")
+    bench.require(bench.error(kept, layer(*tokens, phase="decode"), tokens) < 1e-2, "a layer beside a freed buffer")
+    request = small(num_experts=6, workloads=DECODE)
+    again = bench.layer(request)
+    tokens = bench.tokens(request, 5, seed=3)
+    bench.require(
+        bench.error(request, again(*tokens, phase="decode"), tokens) < 1e-2, "a buffer made after a freed one"
+    )
+    del layer, again
+    all_freed = BUFFERS.free_unused(ranks)
+    last = bench.layer(request)
+    bench.require(bench.error(request, last(*tokens, phase="decode"), tokens) < 1e-2, "the first buffer after the last")
+    bench.say(f"ok: {freed} and {all_freed} buffers freed ({(after - before) >> 20} MiB at first), new ones work")
+
+
+#: All but the last, which leaves NVSHMEM without any buffer for a moment.
+CHECKS = (check_values, check_refusals, check_mixture, *((check_capture,) if ON_GPU else ()))

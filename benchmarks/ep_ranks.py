@@ -1,0 +1,140 @@
+"""One rank of the benchmark of DeepEP: its layers and tokens, and what the ranks tell each other."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import moe_plugin_deepgemm.plugin as deepgemm
+import torch
+import torch.distributed as dist
+
+import moe_core.backends.torch.plugin as torch_plugin
+from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
+from moe_core.environment import PRESETS, Environment, probe_environment
+from moe_core.manager import BackendManager
+from moe_core.testing.stored import draw_layer
+from moe_core.tuning.timing import CaptureError, prepare
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+#: A check that takes longer hangs.
+SECONDS = 120
+#: Calls in a sample, and samples.
+CALLS, SAMPLES = 20, 9
+DECODE, PREFILL = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU), Workload(phase="prefill")
+#: Sizes of the layer that is timed: those of a large model's layer on two ranks.
+TIMED = {"num_experts": 64, "top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
+#: Of the whole output, against float64: see the tests of the plugin.
+TOLERANCE = {"bf16": 1e-2, "fp8": 5e-2}
+
+
+def manager() -> BackendManager:
+    """The plugin beside the built-in one, whether installed or not."""
+    made = BackendManager()
+    made.register("torch", torch_plugin)
+    made.register("cuda_deepgemm", deepgemm)
+    return made
+
+
+def environment() -> Environment:
+    """This machine, or the one that is emulated."""
+    return probe_environment(("deep_gemm", "deep_ep")) if ON_GPU else PRESETS["h100"]
+
+
+def small(**fields: Any) -> LayerRequest:
+    """A layer for checks: experts do not divide by the ranks."""
+    sizes = {"num_experts": 5, "top_k": 2, "hidden_size": 2048, "intermediate_size": 256, "ep_size": 2}
+    pins = {"a2a_backend": "deepep", "runner_backend": "deep_gemm"}
+    return LayerRequest(**(sizes | pins | {"workloads": (DECODE, PREFILL)} | fields))
+
+
+class Wrong(Exception):
+    """A check failed on some rank, and all ranks know it."""
+
+
+class Bench:
+    """This rank."""
+
+    def __init__(self) -> None:
+        """Join the others."""
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if ON_GPU:
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60))
+        self.rank, size = dist.get_rank(), dist.get_world_size()
+        self.group = ExpertGroup(rank=self.rank, size=size, process_group=dist.group.WORLD)
+        self.manager, self.environment = manager(), environment()
+        self.stored: dict[LayerRequest, Any] = {}
+        self.failed: list[str] = []
+        self.started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """From one rank, with the seconds since the start."""
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", flush=True)
+
+    def layer(self, request: LayerRequest) -> MoELayer:
+        """A layer with random weights."""
+        made = MoELayer(request, environment=self.environment, manager=self.manager, group=self.group)
+        self.stored[request] = self.stored.get(request) or draw_layer(request)
+        made.load_weights(self.stored[request].raw(made.local_experts, DEVICE))
+        return made
+
+    def tokens(self, request: LayerRequest, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Other tokens on every rank; a slot without expert, and a token without any."""
+        generator = torch.Generator().manual_seed(100 * seed + self.rank)
+        hidden = torch.randn(count, request.hidden_size, generator=generator).bfloat16()
+        ids = torch.rand(count, request.num_experts, generator=generator).topk(request.top_k, dim=1).indices
+        if count > 2:
+            ids[0, 0], ids[1] = -1, -1
+        weights = torch.rand(count, request.top_k, generator=generator) / 2 + 0.1
+        return hidden.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
+
+    def error(self, request: LayerRequest, output: torch.Tensor, tokens: Any) -> float:
+        """Relative error, the larger one of the ranks; 0 for no tokens."""
+        answer = self.stored[request].reference(*(tensor.cpu() for tensor in tokens))
+        found = float((output.cpu().double() - answer).norm() / answer.norm()) if len(answer) else 0.0
+        return max(self.every_rank(found))
+
+    def every_rank(self, mine: Any) -> list[Any]:
+        """What each rank has."""
+        shown: list[Any] = [None] * self.group.size
+        dist.all_gather_object(shown, mine)
+        return shown
+
+    def require(self, condition: bool, what: str) -> None:
+        """All ranks give a check up together if one is wrong."""
+        wrong = [rank for rank, is_right in enumerate(self.every_rank(bool(condition))) if not is_right]
+        if wrong:
+            raise Wrong(f"WRONG on ranks {wrong}: {what}")
+
+    def run(self, check: Callable[..., None], *arguments: Any) -> None:
+        """A check or a measurement; the next one follows whatever it finds."""
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        try:
+            check(self, *arguments)
+        except Wrong as error:
+            self.say(str(error))
+            self.failed.append(str(error))
+        gc.collect()
+
+    def time(self, call: Callable[[], Any], *, capture: bool) -> float:
+        """Median microseconds of the slower rank; NaN for what cannot be captured."""
+        try:
+            ready = prepare([call] * CALLS, DEVICE, capture=capture)
+        except CaptureError as error:
+            self.say(str(error))
+            return math.nan
+        samples = []
+        for _ in range(SAMPLES):
+            dist.barrier()
+            samples.append(ready.sample())
+        return max(self.every_rank(statistics.median(samples)))

@@ -1,0 +1,138 @@
+"""Low-latency mode of dispatcher `deepep`: few tokens into one block of rows per expert, and never a look at the host.
+
+Combine multiplies by the router weights and adds up, in fp32. Sending and receiving are two launches on the current
+stream; what lies between them overlaps with the tokens' way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from moe_core.errors import InputError
+from moe_core.kernels.slots import EvenIds
+from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, MaskedTokens, SendFn, Tensor
+from moe_core.plan import MoEPlan, Route
+from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry
+from moe_plugin_deepgemm.deepep_library import checked
+
+
+@attrs.define(eq=False)
+class Sent:
+    """What one dispatch leaves for its combine.
+
+    Attributes:
+        handle: The library's.
+        topk_ids: `[T, K]` int64, the library's ids of this rank's tokens.
+        topk_weights: `[T, K]` fp32.
+    """
+
+    handle: Any
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+class LowLatencyExchange:
+    """Sends tokens to the blocks of their experts, and their weighted sums back."""
+
+    def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup) -> None:
+        """Get the buffer, together with all ranks.
+
+        Raises:
+            InputError: The group has no process group, or the workload no bound on its tokens.
+            PluginError: The library cannot be loaded, has other functions, or contradicts the environment.
+        """
+        request, token_dtype = plan.request, route.token_dtype
+        self._ids = EvenIds(request)
+        self._num_local_experts, self._max_local_experts = (
+            len(request.local_slots(group.rank)),
+            request.max_local_experts,
+        )
+        geometry = low_latency_geometry(plan, route, self._ids.num_experts)
+        self._capacity = geometry.capacity
+        #: Typical rows of an expert per token of a rank.
+        self._rows_per_token = group.size * request.top_k / request.num_slots
+        packed = token_dtype.scales == "ue8m0_128"
+        self._form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
+        self._shared = BUFFERS.get(group, geometry)
+        buffer = self._shared.buffer
+        self._dispatch = checked(
+            buffer.low_latency_dispatch,
+            "x",
+            "topk_idx",
+            "num_max_dispatch_tokens_per_rank",
+            "num_experts",
+            *self._form,
+            "return_recv_hook",
+        )
+        self._combine = checked(
+            buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", "return_recv_hook"
+        )
+
+    def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, Sent]:
+        """`[T, H]` of this rank -> blocks of rows `[L, M, H]` of its experts."""
+        receive, sent = self.send(hidden_states, topk_ids, topk_weights)
+        return receive(), sent
+
+    def send(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[Callable[[], MaskedTokens], Sent]:
+        """The same, where tokens that arrive are waited for when they are asked for.
+
+        Raises:
+            InputError: More tokens than the buffer has places for; nothing was sent.
+        """
+        num_tokens = hidden_states.shape[0]
+        if num_tokens > self._capacity:
+            raise InputError(f"{num_tokens} tokens on this rank, its buffer takes {self._capacity}; nothing was sent")
+        ids = self._ids(topk_ids)
+        received, counts, handle, _, hook = self._dispatch(
+            x=hidden_states.contiguous(),
+            topk_idx=ids,
+            num_max_dispatch_tokens_per_rank=self._capacity,
+            num_experts=self._ids.num_experts,
+            return_recv_hook=True,
+            **self._form,
+        )
+        rows, scales = received if isinstance(received, tuple) else (received, None)
+
+        def receive() -> MaskedTokens:
+            hook()
+            here = slice(self._num_local_experts)
+            return MaskedTokens(
+                hidden_states=rows[here],
+                masked_m=counts[here],
+                expected_m=max(1, round(num_tokens * self._rows_per_token)),
+                scales=None if scales is None else scales[here],
+            )
+
+        return receive, Sent(handle, ids, topk_weights.float().contiguous())
+
+    def combine(self, rows: Tensor, sent: Sent) -> Tensor:
+        """Unweighted rows `[L, M, H]` -> `[T, H]`."""
+        combined, _, hook = self._combine(
+            x=self._with_all_experts(rows),
+            topk_idx=sent.topk_ids,
+            topk_weights=sent.topk_weights,
+            handle=sent.handle,
+            return_recv_hook=True,
+        )
+        hook()
+        return combined  # type: ignore[no-any-return]
+
+    def _with_all_experts(self, rows: Tensor) -> Tensor:
+        """Blocks also for the experts that fill up a smaller share; nothing reads what is in them."""
+        num_missing = self._max_local_experts - self._num_local_experts
+        if not num_missing:
+            return rows.contiguous()
+        whole = rows.new_empty((rows.shape[0] + num_missing, *rows.shape[1:]))
+        whole[: rows.shape[0]] = rows
+        return whole
+
+
+def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn, SendFn]:
+    """Dispatch, combine and send of the low-latency mode."""
+    exchange = LowLatencyExchange(plan, route, group)
+    return exchange.dispatch, exchange.combine, exchange.send

@@ -1,0 +1,20 @@
+"""What every declaration of this plugin says about machines and installations."""
+
+from __future__ import annotations
+
+from moe_core.specs import Requirement
+
+#: Torch's name of the device type.
+DEVICES = ("cuda",)
+#: Hopper, where `benchmarks/gpu_deepgemm.py` runs everything that is declared for it.
+VERIFIED_ARCHS = ("sm90",)
+#: Blackwell of data centres: written after the library's rules for it, never run there.
+UNVERIFIED_ARCHS = ("sm100",)
+
+#: Of the runners: builds with bf16 grouped GEMMs. sgl-deep-gemm counts from 0.1, all others as DeepGEMM itself does.
+DEEP_GEMM = Requirement(
+    module="deep_gemm",
+    minimum="0.1.3",
+    excluded=">=1,<2.1",
+    install="pip install sgl-deep-gemm or tokenspeed-deepgemm, the build for your release of torch",
+)

@@ -1,0 +1,46 @@
+"""The backend `cuda_deepgemm`: what it declares, and its hooks. Importing this needs neither torch nor DeepGEMM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_core.errors import PluginError
+from moe_core.hookspecs import hookimpl
+from moe_core.specs import PluginSpec
+from moe_plugin_deepgemm.dispatchers import DISPATCHERS
+from moe_plugin_deepgemm.runners import LAYOUTS, RUNNERS
+
+if TYPE_CHECKING:
+    from moe_core.payloads import ExpertsFn, PreparedWeights, RawWeights
+    from moe_core.plan import MoEPlan, Route
+
+
+@hookimpl
+def declare_backends() -> PluginSpec:
+    """Everything that this plugin can do; what needs which library is said by each part."""
+    return PluginSpec(
+        name="cuda_deepgemm",
+        hook_api=1,
+        description="grouped GEMMs of DeepGEMM and dispatch by DeepEP",
+        dispatchers=DISPATCHERS,
+        runners=RUNNERS,
+    )
+
+
+@hookimpl
+def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+    """Lay out a layer's weights as the plan's runner reads them."""
+    if plan.weight_layout not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise PluginError(f"cuda_deepgemm makes the weight layouts {known}; the plan asks for {plan.weight_layout!r}")
+    from moe_plugin_deepgemm.weights import prepare
+
+    return prepare(plan, weights, out)
+
+
+@hookimpl
+def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
+    """Bind the experts of one route."""
+    from moe_plugin_deepgemm.experts import bind
+
+    return bind(plan, route, weights)
