@@ -28,7 +28,6 @@ import typer
 from moe_core.activation import SWIGLU
 from moe_core.backends.triton.tiles import TilePair, TileTable
 from moe_core.kernels.triton.gemm import GroupedGemm
-from moe_core.kernels.triton.permute import gather_rows
 from moe_core.kernels.triton.quantize import quantize_rows
 from moe_core.kernels.triton.sort import SortedSlots, sort_slots
 from moe_core.kernels.triton.tiles import Tile
@@ -58,7 +57,7 @@ def candidates(operands: str, second: bool) -> Iterator[Tile]:
         if stage * tile.num_stages > _FULL_SHARED - 1024:
             continue
         yield tile
-        if tile.tma and (second or (operands == "half" and tile.m >= 64)):
+        if tile.tma and second:
             yield attrs.evolve(tile, tma_rows=True)
         if tile.tma and second and tile.m >= 64:
             yield from (attrs.evolve(tile, tma_rows=True, resident=resident) for resident in (1, 2))
@@ -147,13 +146,9 @@ class Problem:
         return self._slots[block_m]
 
     def run(self, second: bool, tile: Tile) -> torch.Tensor:
-        """One launch, of which copying the tokens to their rows is a part where the tile wants that."""
+        """One launch."""
         (rows, scale), slots = self.rows[second], self.slots(tile.m)
-        gather: dict[str, Any] = {}
-        if not second and tile.tma_rows:
-            rows = gather_rows(rows, slots)
-        elif not second:
-            gather = {"order": slots.order, "top_k": self.top_k}
+        gather: dict[str, Any] = {} if second else {"order": slots.order, "top_k": self.top_k}
         return self.gemms[second](rows, slots.tiles, self.outs[second], tile, row_scale=scale, **gather)
 
     def exact(self, second: bool, expert: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,6 +96,17 @@ def test_the_allow_list_variable(site: Site, value: str, names: tuple[str, ...])
     assert default_manager() is default_manager()
 
 
+def test_these_tests_see_the_plugins_of_the_core_alone(site: Site) -> None:
+    site.install("stranger", "found_stranger")
+    assert default_manager().names() == ("torch", "triton")
+
+
+def test_without_the_variable_every_plugin_is_loaded(site: Site) -> None:
+    site.install("stranger", "found_stranger")
+    site.monkeypatch.delenv(ALLOW_LIST_VARIABLE)
+    assert {"stranger", "torch", "triton"} <= set(default_manager().names())
+
+
 @pytest.mark.error_path
 def test_an_unknown_name_in_the_allow_list_is_an_error_and_not_remembered(site: Site) -> None:
     site.install("deepep", "found_deepep")
@@ -183,6 +194,7 @@ def test_what_a_plugin_prints_on_import_does_not_reach_stdout(site: Site, capsys
 def test_an_invalid_declaration_costs_only_its_plugin(site: Site) -> None:
     site.install("invalid", "found_invalid", INVALID)
     site.install("fine", "found_fine")
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "invalid,fine")
     manager = default_manager()
     expect("fine" in manager.names(), manager.reports())
     (failed,) = [failed for failed in manager.failures() if failed.found.name == "invalid"]

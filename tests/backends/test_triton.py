@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import attrs
 import pytest
 import torch
@@ -19,10 +16,7 @@ from moe_core.errors import InputError
 from moe_core.quant import FP16
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_core.backends.triton import experts
-from moe_core.backends.triton.tiles import MEASURED
 from moe_core.backends.triton.warm_up import token_counts, warm_up
-from moe_core.kernels.triton.tiles import Tile
 
 LAYER = LayerRequest(
     num_experts=5, top_k=3, hidden_size=64, intermediate_size=48, runner_backend="triton", a2a_backend="none"
@@ -61,21 +55,6 @@ def test_fp16_rows_may_exceed_its_largest_number(a2a_backend: str) -> None:
     tokens = hidden * 8, ids, weights * 2.0**-12
     got = output(triton_layer(request, tensors), tokens)
     assert relative_error(got, exact(request, tensors, tokens)) < 2 * TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize("weight_on_input", [False, True])
-def test_tokens_are_copied_to_rows_for_the_bulk_copy_engine(
-    weight_on_input: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile = Tile(16, 32, 32, tma=True, tma_rows=True, resident=1)
-    monkeypatch.setitem(MEASURED, "half", {math.inf: (tile, tile)})
-    copies: list[tuple[Any, ...]] = []
-    copy = experts.gather_rows
-    monkeypatch.setattr(experts, "gather_rows", lambda *arguments: copies.append(arguments) or copy(*arguments))
-    request = attrs.evolve(LAYER, weight_on_input=weight_on_input)
-    tensors, tokens = random_tensors(request), _tokens(request, 7)
-    assert relative_error(output(triton_layer(request, tensors), tokens), exact(request, tensors, tokens)) < 1e-2
-    assert len(copies) == 1
 
 
 def test_router_weights_on_the_input() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,19 @@ Finished = subprocess.CompletedProcess[str]
 Command = Callable[..., Finished]
 
 
+def _allowed(*sites: str) -> str:
+    """The allow-list of plugins, extended by those of `sites`."""
+    distributions = metadata.distributions(path=[str(SITES / site) for site in sites])
+    names = [point.name for distribution in distributions for point in distribution.entry_points]
+    return ",".join([os.environ[ALLOW_LIST_VARIABLE], *names])
+
+
 def _run(arguments: list[str], sites: tuple[str, ...], **variables: str) -> Finished:
     path = os.pathsep.join([str(ROOT), *(str(SITES / site) for site in sites)])
     environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**environ, "PYTHONPATH": path, **variables},
+        env={**environ, "PYTHONPATH": path, ALLOW_LIST_VARIABLE: _allowed(*sites), **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -62,10 +70,9 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process sees the vendor-like plugins beside the built-in ones alone, and forgets them again."""
+    """This process sees the vendor-like plugins too, and forgets them again."""
     monkeypatch.syspath_prepend(SITES / "vendors")
-    # Plugins of this repository that are installed would take part in what is chosen.
-    monkeypatch.setenv(ALLOW_LIST_VARIABLE, "torch,triton,cuda_vendor_gemm,flashinfer_cutedsl")
+    monkeypatch.setenv(ALLOW_LIST_VARIABLE, _allowed("vendors"))
     default_manager.cache_clear()
     yield
     default_manager.cache_clear()

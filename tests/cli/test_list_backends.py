@@ -86,7 +86,7 @@ def test_json_lists_every_plugin(moe_core):
     assert {name: backend["status"] for name, backend in backends.items() if name != "triton"} == {
         "torch": "ready",
         "cuda_vendor_gemm": "unavailable",
-        "flashinfer_cutedsl": "ready",
+        "cuda_vendor_fp4": "ready",
         "exits": "failed",
         "import_fails": "failed",
         "other_api": "failed",
@@ -115,7 +115,7 @@ def test_status_on_a_machine(call, monkeypatch, with_vendors, preset, gemm, fp4)
     code, out, _ = call("list-backends", "--json")
     assert code == 0
     status = {b["name"]: ": ".join(filter(None, (b["status"], b["problem"]))) for b in json.loads(out)["backends"]}
-    assert (status["cuda_vendor_gemm"], status["flashinfer_cutedsl"]) == (gemm, fp4)
+    assert (status["cuda_vendor_gemm"], status["cuda_vendor_fp4"]) == (gemm, fp4)
 
 
 def test_a_plugin_that_is_ready_in_part_says_what_is_missing(call, monkeypatch, with_vendors):

@@ -13,6 +13,7 @@ import pytest
 
 from moe_core.cli import main
 from moe_core.cli.new_plugin import plugin_files
+from moe_core.manager import ALLOW_LIST_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
@@ -31,7 +32,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 def _run(*arguments: str | Path, site: Path, cwd: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "COLUMNS": "200"}
+    path, plugins = os.pathsep.join(map(str, (site, ROOT))), f"{os.environ[ALLOW_LIST_VARIABLE]},acme"
+    environment = os.environ | {"PYTHONPATH": path, ALLOW_LIST_VARIABLE: plugins, "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         cwd=cwd,

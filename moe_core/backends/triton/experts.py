@@ -182,7 +182,7 @@ class TritonExperts:
 
     def _rows_of_tokens(self, hidden_states: Tensor, slots: SortedSlots, weights: Tensor, pair: TilePair) -> Tensor:
         # What a row is multiplied or divided by may depend on its slot, so that a token is several rows.
-        if self.weight_on_input or self.w13.input_scale is not None or pair[0].tma_rows:
+        if self.weight_on_input or self.w13.input_scale is not None:
             rows = gather_rows(hidden_states, slots, weights.contiguous() if self.weight_on_input else None)
             inside = self._first(rows, slots.tiles, pair)
         else:

@@ -16,8 +16,8 @@ class Tile:
         num_warps: Warps per program.
         num_stages: Steps in flight.
         tma: Weights come through the bulk copy engine (descriptors) instead of a copy per thread.
-        tma_rows: So do the rows, where they lie one after the other: a second projection of many rows takes 2 to 16 %
-            less time (H100). Before a first projection, tokens are copied to the rows of their slots.
+        tma_rows: So do the rows, where they lie one after the other, as before a second projection: with many rows it
+            takes 2 to 16 % less time (H100).
         resident: Programs per multiprocessor that stay and take one tile after the other, loading for the next while
             they end one; 0 for a program per tile. Of second projections with hundreds of rows per expert it takes 1
             to 6 % off (H100); others become slower.

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from moe_plugin_ascend.emulation import Emulation, install
 from moe_plugin_ascend.emulation.vendor import VARIABLE
+
+# Here and not in the project's settings, which hold for the tests of the core too.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

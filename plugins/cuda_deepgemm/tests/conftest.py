@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
+
+# Here and not in the project's settings, which hold for the tests of the core too.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import emulated_deep_ep
 import emulated_deep_gemm

@@ -22,7 +22,7 @@ def declare_backends() -> PluginSpec:
         devices=("cuda",),
         archs=("sm100", "sm103"),
     )
-    return PluginSpec(name="flashinfer_cutedsl", hook_api=1, description="fp4 grouped GEMMs", runners=[runner])
+    return PluginSpec(name="cuda_vendor_fp4", hook_api=1, description="fp4 grouped GEMMs", runners=[runner])
 
 
 @hookimpl
