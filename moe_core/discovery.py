@@ -143,14 +143,25 @@ def _readable(distribution: importlib.metadata.Distribution) -> Iterable[importl
 
 def _found(entry_point: importlib.metadata.EntryPoint) -> Found:
     distribution = entry_point.dist
+    name, version = _name_and_version(distribution) if distribution else ("", "")
     return Found(
         name=entry_point.name,
         load=entry_point.load,
         value=entry_point.value,
-        distribution=(distribution.name or "") if distribution else "",
-        version=(distribution.version or "") if distribution else "",
+        distribution=name,
+        version=version,
         location=str(getattr(distribution, "_path", "")) if distribution else "",
     )
+
+
+def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """As its metadata says; a file that is broken hides a plugin's name, not the plugin."""
+    try:
+        return distribution.name or "", distribution.version or ""
+    except Exception as error:
+        location = getattr(distribution, "_path", "unknown place")
+        warnings.warn(f"metadata of {location} cannot be read, its version is unknown: {error}", stacklevel=2)
+        return "", ""
 
 
 def load(found: Found) -> Loaded | Failed:

@@ -112,6 +112,8 @@ PRESETS: dict[str, Environment] = {
 def load_environment(name: str) -> Environment:
     """An environment from a preset's name (`_` for `-` is fine) or a JSON file's path.
 
+    A file may also be what a command printed, with the machine under `environment`.
+
     Raises:
         UnknownNameError: Neither a preset nor a file.
         SpecError: The file is not valid JSON or holds unknown fields.
@@ -129,7 +131,8 @@ def load_environment(name: str) -> Environment:
         raise SpecError(f"environment file {name}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise SpecError(f"environment file {name}: expected a JSON object, got {type(data).__name__}")
-    return Environment.from_json(data, source=name)
+    printed = data.get("environment")
+    return Environment.from_json(printed if isinstance(printed, dict) else data, source=name)
 
 
 @functools.lru_cache(maxsize=1)

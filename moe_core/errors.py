@@ -19,6 +19,12 @@ class MoeCoreError(Exception):
     """Base of every error raised by moe-core."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a table has room for of an error that others raise."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"
+
+
 class SpecError(MoeCoreError, ValueError):
     """A value object (spec, scheme, request, environment) holds a value outside its vocabulary."""
 
@@ -84,6 +90,10 @@ class InputError(MoeCoreError, ValueError):
 
 class PlanMismatchError(MoeCoreError, RuntimeError):
     """The ranks of one group resolved different plans, or one of them did not answer in time."""
+
+
+class UnwrittenError(MoeCoreError, OSError):
+    """A file cannot be written; what was there is unchanged."""
 
 
 class UnsupportedModelError(MoeCoreError, NotImplementedError):

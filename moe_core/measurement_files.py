@@ -6,8 +6,6 @@ A file is of one machine. `measurement_sources` says which files count.
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,8 +13,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from moe_core.environment import Environment
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, UnwrittenError
 from moe_core.measurements import Measurement, MeasurementTable
+from moe_core.whole_file import write_whole
 
 SCHEMA = 1
 #: Largest file that is read (a quarter of a million times, a few seconds), and largest token count in it.
@@ -74,15 +73,12 @@ class MeasurementFile:
         return "\n".join(["{", *lines, '  "times": {', ",\n".join(shapes), "  }", "}"]) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all; folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # No process id: machines that share a home may have the same ones.
-        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        """Write the file whole or not at all; folders are made. Raises `UnwrittenError`."""
         try:
-            unfinished.write_text(self.to_text(), encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnwrittenError(f"{path}: cannot be written ({error})") from error
+        write_whole(path, self.to_text())
 
     @property
     def machine(self) -> str:
@@ -175,6 +171,9 @@ def _token_count(text: str) -> int:
     count = int(text)
     if not 1 <= count < _MOST_TOKENS:
         raise SpecError(f"expected a token count from 1 to below {_MOST_TOKENS}, got {text}")
+    if str(count) != text:
+        # ` 1` or `01` beside `1` would be one count with two times.
+        raise SpecError(f"expected a token count as {count}, got {text!r}")
     return count
 
 

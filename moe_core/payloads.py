@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from moe_core.errors import InputError
+
 Tensor: TypeAlias = torch.Tensor
 #: The project's word for a float dtype -> torch's.
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,6 +108,15 @@ class ExpertGroup:
     rank: int = 0
     size: int = 1
     process_group: torch.distributed.ProcessGroup | None = None
+
+    def require_process_group(self, user: str) -> torch.distributed.ProcessGroup:
+        """The group to send through; `InputError` where there is none, which names `user` as who needs it."""
+        if self.process_group is None:
+            raise InputError(
+                f"{user} needs ExpertGroup.process_group; this group has none: pass "
+                "ExpertGroup(rank=..., size=..., process_group=...) after torch.distributed.init_process_group"
+            )
+        return self.process_group
 
 
 #: Every tensor that canonical weights may have; the first axis of each is the local expert.

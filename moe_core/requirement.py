@@ -32,8 +32,10 @@ class Requirement:
     def __attrs_post_init__(self) -> None:
         """A minimum that is no version would refuse every installation."""
         for name, parse in (("minimum", Version), ("excluded", SpecifierSet)):
+            text = getattr(self, name)
             try:
-                parse(getattr(self, name) or ("0" if parse is Version else ""))
+                if text:
+                    parse(text)
             except (InvalidVersion, InvalidSpecifier) as error:
                 raise SpecError(f"Requirement {self.module!r}, field {name!r}: {error}") from error
 

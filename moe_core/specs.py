@@ -111,8 +111,9 @@ class Limit:
         return size <= self.value if self.relation == "<=" else size >= self.value
 
     def __str__(self) -> str:
-        """`top_k <= 11`."""
-        return f"{self.field} {self.relation} {self.value}"
+        """`top_k <= 11`, `ep_size in (2, 4, 8)`."""
+        value = f"({', '.join(map(str, self.value))})" if isinstance(self.value, tuple) else self.value
+        return f"{self.field} {self.relation} {value}"
 
 
 def _not_empty(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:

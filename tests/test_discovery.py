@@ -72,6 +72,16 @@ def test_one_distribution_seen_twice_counts_once(site: Site, tmp_path: Path, sec
 
 
 @pytest.mark.error_path
+@pytest.mark.error_path
+def test_metadata_that_cannot_be_read_hides_a_version_and_not_the_plugins(site: Site) -> None:
+    site.install("alpha", "alpha_module")
+    site.install("beta", "beta_module")
+    (site.folder / "dist_alpha_module-1.2.dist-info" / "METADATA").write_bytes(b"\xff\xfe")
+    with pytest.warns(UserWarning, match=r"metadata of .*dist_alpha_module.* cannot be read, its version is unknown"):
+        found = find(["alpha", "beta"])
+    assert [(each.name, each.version) for each in found] == [("alpha", ""), ("beta", "1.2")]
+
+
 def test_two_distributions_of_one_name(site: Site) -> None:
     site.install("toy", "found_one")
     site.install("toy", "found_two")

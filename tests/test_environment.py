@@ -29,10 +29,12 @@ def test_presets_travel(name: str, tmp_path: Path) -> None:
     assert preset.source == f"preset {name}"
     assert preset.version("torch")
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(preset.to_json()))
-    read = load_environment(str(path))
-    assert read == preset
-    assert read.source == str(path)
+    # As a file of its own, and as a part of what commands print.
+    for content in (preset.to_json(), {"schema": 1, "environment": preset.to_json()}):
+        path.write_text(json.dumps(content))
+        read = load_environment(str(path))
+        assert read == preset
+        assert read.source == str(path)
     assert eval(repr(preset)) == pickle.loads(pickle.dumps(preset)) == preset
 
 

@@ -152,6 +152,7 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         (_data(times={"a": {TORCH: {"1": 10**400}}}), "OverflowError"),
         (_data(times={"a": {TORCH: {"zero": 1}}}), "ValueError"),
         (_data(times={"a": {TORCH: {"0": 1}}}), "expected a token count from 1"),
+        (_data(times={"a": {TORCH: {"1": 5, " 1": 6}}}), "expected a token count as 1, got ' 1'"),
         (_data(times={"a": {TORCH: {"9" * 400: 1}}}), "expected a token count from 1 to below 2147483648"),
         (" " * (4 << 20) + "{}", "it has 4194306 bytes, at most 4194304 are read"),
         (_data(times={"a": [1]}), "AttributeError"),

@@ -51,12 +51,17 @@ class Combination:
         """How its row is called."""
         return f"{OURS} {self.pins}".strip()
 
-    def request(self, request: LayerRequest, num_tokens: int) -> LayerRequest:
-        """The request with the pins, for so many tokens; raises `SpecError` for more than two names."""
+    @property
+    def fields(self) -> dict[str, str]:
+        """The pins as fields of a request; raises `SpecError` for more than two names."""
         parts = [part.strip() for part in self.pins.split("+")] if self.pins else []
         if len(parts) > 2 or not all(parts):
             raise SpecError(f"combination {self.pins!r}: expected a runner, or 'dispatcher + runner'")
-        changes: dict[str, Any] = dict(zip(("runner_backend", "a2a_backend"), reversed(parts), strict=False))
+        return dict(zip(("runner_backend", "a2a_backend"), reversed(parts), strict=False))
+
+    def request(self, request: LayerRequest, num_tokens: int) -> LayerRequest:
+        """The request with the pins, for so many tokens; raises `SpecError` as `fields`."""
+        changes: dict[str, Any] = dict(self.fields)
         return attrs.evolve(request, workloads=Workload(max_tokens=num_tokens), **changes)
 
     def refusal(self, request: LayerRequest, num_tokens: int, device: str) -> str:

@@ -16,6 +16,7 @@ from moe_core.environment import Environment, installed_packages
 from moe_core.errors import SpecError
 from moe_core.tuning.ceilings import Ceilings
 from moe_core.tuning.timing import Timing
+from moe_core.whole_file import write_whole
 
 SCHEMA = 1
 
@@ -137,8 +138,8 @@ class Report:
         return {"schema": SCHEMA, "machine": machine, "rows": [row.to_json() for row in self.rows]}
 
     def write(self, path: Path) -> None:
-        """Write the JSON to a file."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """Write the JSON to a file, whole or not at all; raises `UnwrittenError`."""
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -12,7 +12,7 @@ from moe_core.bench.peers import Peer
 from moe_core.bench.reference import Reference, tolerance
 from moe_core.bench.report import Machine, Report, Row
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, UnknownNameError
+from moe_core.errors import MoeCoreError, UnknownNameError, first_line
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
@@ -59,11 +59,12 @@ class Sweep:
 
 @attrs.frozen(eq=False, kw_only=True)
 class _Case:
-    """One layer with weights."""
+    """One layer with weights, or why it has none."""
 
     name: str
     request: LayerRequest
     weights: Mapping[str, Tensor]
+    problem: str = ""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -92,9 +93,7 @@ def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
     )
     report = Report(machine, ())
     for layers in _together(sweep):
-        cases = [
-            _Case(name=name, request=request, weights=random_weights(request, sweep.device)) for name, request in layers
-        ]
+        cases = [_drawn(name, request, sweep) for name, request in layers]
         # From the largest on: what tunes itself at its first call does so there, as in a prefill.
         for num_tokens in sorted(set(sweep.tokens), reverse=True):
             report = attrs.evolve(report, rows=(*report.rows, *_compare(sweep, cases, num_tokens, ceilings)))
@@ -118,14 +117,24 @@ def _together(sweep: Sweep) -> Iterator[list[tuple[str, LayerRequest]]]:
     yield from ([layer for layer in sweep.layers if layer[0] == name] for name in names)
 
 
+def _drawn(name: str, request: LayerRequest, sweep: Sweep) -> _Case:
+    try:
+        weights = random_weights(request, sweep.device)
+    except (MoeCoreError, RuntimeError) as error:
+        return _Case(name=name, request=request, weights={}, problem=f"no weights: {_told(error)}")
+    return _Case(name=name, request=request, weights=weights)
+
+
 def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ceilings) -> list[Row]:
     """All rows of one number of tokens."""
     rows: list[Row] = []
     turn: list[_Entry] = []
     for case in cases:
-        batches = Batches.random(case.request, num_tokens, sweep.device)
-        reference = Reference(case.request, case.weights, batches.one(0))
-        floor = layer_floor(case.request, batches, bytes_per_expert(case.weights), ceilings)
+        try:
+            batches, reference, floor = _inputs(sweep, case, num_tokens, ceilings)
+        except (MoeCoreError, RuntimeError, OverflowError) as error:
+            rows += _not_run(sweep, case, num_tokens, _told(error))
+            continue
         for contender in _contenders(sweep):
             blank = Row(
                 layer=case.name,
@@ -142,6 +151,32 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
                 turn = []
                 release_memory(sweep.device)
     return [*rows, *_timed(sweep, turn)]
+
+
+def _inputs(sweep: Sweep, case: _Case, num_tokens: int, ceilings: Ceilings) -> tuple[Batches, Reference, float]:
+    """What all contenders are given and compared with, and the floor."""
+    if case.problem:
+        raise MoeCoreError(case.problem)
+    batches = Batches.random(case.request, num_tokens, sweep.device)
+    reference = Reference(case.request, case.weights, batches.one(0))
+    return batches, reference, layer_floor(case.request, batches, bytes_per_expert(case.weights), ceilings)
+
+
+def _not_run(sweep: Sweep, case: _Case, num_tokens: int, problem: str) -> list[Row]:
+    """A row for each that would have run, had there been memory for its inputs."""
+    label = case.request.quant.label
+    return [
+        Row(
+            layer=case.name,
+            scheme=label,
+            num_tokens=num_tokens,
+            implementation=contender.name,
+            runs="",
+            floor=0.0,
+            problem=f"not run: {problem}",
+        )
+        for contender in _contenders(sweep)
+    ]
 
 
 def _contenders(sweep: Sweep) -> Iterator[Contender]:
@@ -165,12 +200,11 @@ def _entry(sweep: Sweep, case: _Case, contender: Contender, batches: Batches, re
         # A slip of the pen, and not something that cannot run.
         raise
     except Exception as error:  # code of others may raise anything, and its row says what
-        return _Entry(row=attrs.evolve(row, problem=_first_line(error)))
+        return _Entry(row=attrs.evolve(row, problem=_told(error)))
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else "no message"
+def _told(error: Exception) -> str:
+    text = first_line(error)
     return text if isinstance(error, MoeCoreError) else f"{type(error).__name__}: {text}"
 
 

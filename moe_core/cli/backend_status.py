@@ -109,4 +109,4 @@ def _without(spec: PluginSpec, blocked: list[str]) -> str:
     missing = [name for name in dict.fromkeys(part.name for part in parts) if name not in usable]
     if missing:
         return f"but not {', '.join(missing)}"
-    return f"({len(blocked)} of {len(parts)} variants need another machine: -v)" if blocked else ""
+    return f"({len(blocked)} of {len(parts)} variants need another machine: list-backends -v)" if blocked else ""

@@ -20,7 +20,7 @@ from moe_core.cli.layer_options import (
     Shapes,
     TopK,
 )
-from moe_core.cli.options import Device, Verbose
+from moe_core.cli.options import LARGEST_COUNT, MeasuredDevice, Verbose, check_pins
 from moe_core.cli.output import print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.requests import shaped_groups
@@ -28,11 +28,14 @@ from moe_core.errors import SpecError
 from moe_core.manager import default_manager
 from moe_core.model_config import LayerGroup
 from moe_core.request import LayerRequest
+from moe_core.whole_file import check_writable
 
 if TYPE_CHECKING:
     from moe_core.bench.report import Report
 
 _TOKENS = (1, 16, 256)
+#: More than any machine has a use for; far more of them end the process.
+_MOST_THREADS = 1024
 
 
 def bench(
@@ -45,7 +48,12 @@ def bench(
     activation: Activation = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Number of tokens; may be repeated.", show_default=", ".join(map(str, _TOKENS))),
+        typer.Option(
+            min=1,
+            max=LARGEST_COUNT,
+            help="Number of tokens; may be repeated.",
+            show_default=", ".join(map(str, _TOKENS)),
+        ),
     ] = None,
     dtype: Dtype = None,
     quant_scheme: QuantSchemes = None,
@@ -64,8 +72,10 @@ def bench(
             show_default="all that are installed",
         ),
     ] = None,
-    device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's")] = None,
+    device: MeasuredDevice = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_THREADS, help="Threads of torch.", show_default="torch's")
+    ] = None,
     clock: Annotated[
         str, typer.Option(help="For what no graph captures: wall, or cpu (one thread on a shared machine).")
     ] = "wall",
@@ -97,6 +107,8 @@ def bench(
     sizes and without a model, the layer is one of Qwen3-30B-A3B.
     """
     _check_files(output, plot)
+    if "none" in (peer or ()) and len(set(peer or ())) > 1:
+        raise typer.BadParameter("--peer none cannot be combined with other peers")
     if read is not None:
         from moe_core.bench.report import Report
 
@@ -124,6 +136,8 @@ def bench(
         with_memory=memory,
     )
     _show(report, as_json, plot)
+    if all(row.timing is None for row in report.rows):
+        raise typer.Exit(1)
 
 
 def _check_files(output: Path | None, plot: Path | None) -> None:
@@ -131,6 +145,8 @@ def _check_files(output: Path | None, plot: Path | None) -> None:
     for option, path in (("--output", output), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise SpecError(f"{option} {path}: folder {path.parent} does not exist")
+        if path is not None:
+            check_writable(path, option)
     if plot is not None:
         from moe_core.bench.plot import require_matplotlib
 
@@ -174,12 +190,15 @@ def _measured(
     from moe_core.bench.run import Sweep, run
 
     environment = default_manager().probe(device)
+    named = tuple(map(Combination, dict.fromkeys(combinations)))
+    for combination in named:
+        check_pins(**{"a2a_backend": None, "runner_backend": None, **combination.fields})
     if threads is not None:
         torch.set_num_threads(threads)
     sweep = Sweep(
         layers=layers,
-        combinations=(Combination(), *map(Combination, combinations)),
-        peers=() if list(peers) == ["none"] else find_peers(peers, environment.device_type),
+        combinations=(Combination(), *named),
+        peers=() if set(peers) == {"none"} else find_peers(peers, environment.device_type),
         environment=environment,
         **options,
     )

@@ -33,7 +33,7 @@ class Package:
         found: Its version, "" if unknown, None if it is not installed.
         needed: Lowest version that some plugin needs -> the plugins.
         missing: Plugins that it is missing for, or too old for.
-        install: What to type to get it, where that is known.
+        install: What to type to get it, a line for each build that plugins want; "" where that is not known.
     """
 
     module: str
@@ -94,8 +94,9 @@ def _package(
             for reason in reasons
         )
     ]
-    install = next((requirement.install for _, requirement in asked if requirement.install), "")
-    return Package(module, environment.version(module), needed, tuple(missing), install)
+    # Plugins may want different builds of one module.
+    hints = dict.fromkeys(requirement.install for plugin, requirement in asked if plugin in missing)
+    return Package(module, environment.version(module), needed, tuple(missing), "\n".join(filter(None, hints)))
 
 
 def _own() -> dict[str, str]:

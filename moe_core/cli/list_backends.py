@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import attrs
@@ -14,6 +14,7 @@ from rich.text import Text
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.output import fields, print_error, print_json, stdout, table, verdict
 from moe_core.cli.plan_view import machine_fields
+from moe_core.decision import Reason
 from moe_core.environment import Environment, unprobed_environment
 from moe_core.manager import default_manager
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
@@ -128,10 +129,24 @@ def _details(backend: Backend) -> Group:
         "about": backend.spec.description if backend.spec else "",
         "hooks": ", ".join(backend.hooks),
     }
-    for part, reasons in backend.reasons.items():
-        rows[part] = "\n".join(map(str, reasons)) or "yes"
+    rows |= reason_rows(backend.reasons)
     trace = Text(backend.failure.traceback.rstrip()) if backend.failure else Text()
     return Group(Text(f"\n{found.name}", style="bold"), fields(rows), *([trace] if trace else []))
+
+
+def reason_rows(parts: Mapping[str, Sequence[Reason]]) -> dict[str, str]:
+    """What is against each part of a plugin; what is against all of several parts is said once, above them."""
+    first = next(iter(parts.values()), ())
+    common = [reason for reason in first if len(parts) > 1 and all(reason in reasons for reasons in parts.values())]
+    rows = {"all of these": _lines(common)} if common else {}
+    for part, reasons in parts.items():
+        own = [reason for reason in reasons if reason not in common]
+        rows[part] = _lines(own) or ("nothing else" if common else "yes")
+    return rows
+
+
+def _lines(reasons: Sequence[Reason]) -> str:
+    return "\n".join(map(str, reasons))
 
 
 def _json(backends: list[Backend], environment: Environment, probed: bool) -> dict[str, Any]:

@@ -28,19 +28,26 @@ def new_plugin(
     """Write a new backend plugin: a package that lists, resolves, runs and passes the conformance kit as it is."""
     files = plugin_files(name)
     folder = output or Path(name)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SpecError(f"{folder} exists and is not empty; nothing was written. Name another with --output")
     taken = {*default_manager().names(), *(failed.found.name for failed in default_manager().failures())}
     if name in taken:
         raise SpecError(f"a plugin called {name!r} is installed already, and two would both be refused; choose another")
-    for path, text in files.items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+    try:
+        _write(files, folder)
+    except OSError as error:
+        raise SpecError(f"{folder} cannot be written ({error.strerror}); name another with --output") from error
     typer.echo(f"wrote {folder}. Next:")
     typer.echo(f"  pip install -e '{folder}[test]'")
     typer.echo(f"  moe-core verify {name}        # or: pytest {folder}")
     typer.echo(f"  then replace what {folder / 'README.md'} lists")
+
+
+def _write(files: dict[str, str], folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(f"{folder} exists and is not empty; nothing was written. Name another with --output")
+    for path, text in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
 
 
 def plugin_files(name: str) -> dict[str, str]:
@@ -49,8 +56,13 @@ def plugin_files(name: str) -> dict[str, str]:
     Raises:
         SpecError: The name cannot be an import name.
     """
-    if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise SpecError(f"plugin name {name!r}: expected lower-case letters, digits and '_', beginning with a letter")
+    if keyword.iskeyword(name):
+        raise SpecError(f"plugin name {name!r}: it is a keyword of Python; choose another")
+    # The distribution's name may not end in a dash.
+    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name):
+        raise SpecError(
+            f"plugin name {name!r}: expected lower-case letters, digits and '_', from a letter to a letter or a digit"
+        )
     words = {
         "plugin": name,
         "package": f"moe_plugin_{name}",

@@ -13,6 +13,7 @@ _FIELD = re.compile(
     r"LayerRequest, field '(?P<checked>\w+)'"
     r"|(?P<call>LayerRequest\()?\b(?P<given>\w+)=(?:'(?P<word>[^']*)'|True)(?(call)\))"
 )
+_NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 _CALL = re.compile(r"LayerRequest\((\w+)=")
 
 
@@ -28,7 +29,13 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     is left out, since nobody could follow it.
     """
     lines = [line for line in text.split("\n") if (call := _CALL.search(line)) is None or call[1] in options]
-    return _FIELD.sub(partial(_typed, options), "\n".join(lines))
+    return _FIELD.sub(partial(_typed, options), "\n".join(_of_request(line, options) for line in lines))
+
+
+def _of_request(line: str, options: Mapping[str, str]) -> str:
+    """A sentence about several fields of one request, which names it first."""
+    before, named, sentence = line.partition("LayerRequest: ")
+    return before + _NAME.sub(lambda match: options.get(match[0], match[0]), sentence) if named else line
 
 
 def _typed(options: Mapping[str, str], match: re.Match[str]) -> str:

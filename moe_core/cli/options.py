@@ -26,8 +26,17 @@ def known_word(kind: str, word: str, words: Iterable[str]) -> str:
     return word
 
 
+#: Rows are numbered in int32.
+LARGEST_COUNT = 2**31 - 1
+
+
 def _known_device(word: str | None) -> str | None:
     return None if word is None else known_word("device type", word, DEVICE_TYPES)
+
+
+def _measured_device(word: str | None) -> str | None:
+    known = (device for device in DEVICE_TYPES if device != "meta")
+    return None if word is None else known_word("device type", word, known)
 
 
 A2aBackend = Annotated[
@@ -41,6 +50,16 @@ Device = Annotated[
     str | None,
     typer.Option(
         callback=_known_device,
+        metavar="TYPE",
+        help="Device type, for example cpu or cuda.",
+        show_default="the accelerator, else cpu",
+    ),
+]
+#: Of commands that take times: `meta` computes nothing.
+MeasuredDevice = Annotated[
+    str | None,
+    typer.Option(
+        callback=_measured_device,
         metavar="TYPE",
         help="Device type, for example cpu or cuda.",
         show_default="the accelerator, else cpu",

@@ -23,14 +23,14 @@ from moe_core.cli.layer_options import (
     TopK,
     TpSize,
 )
-from moe_core.cli.options import Device, Verbose
+from moe_core.cli.options import LARGEST_COUNT, MeasuredDevice, Verbose
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.requests import shaped_groups
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, SpecError
+from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurement_sources import user_file
 from moe_core.measurements import shape_key
@@ -61,6 +61,7 @@ def tune(
         list[int] | None,
         typer.Option(
             min=1,
+            max=LARGEST_COUNT,
             help="Number of tokens; may be repeated.",
             show_default=f"powers of two to {MOST_TOKENS}, on a CPU to {MOST_TOKENS_ON_CPU}",
         ),
@@ -68,7 +69,7 @@ def tune(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
     ] = None,
-    device: Device = None,
+    device: MeasuredDevice = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the times go.", show_default="your cache")
     ] = None,
@@ -148,6 +149,9 @@ class _Run:
                 except DeviceLostError as error:
                     view.skip(str(error))
                     return
+                except (UnknownNameError, UnwrittenError):
+                    # The next layer would end in the same way.
+                    raise
                 except MoeCoreError as error:
                     view.skip(f"{request_line(request)}: {error}")
 

@@ -14,7 +14,9 @@ def check_ids(topk_ids: Tensor, num_experts: int) -> None:
     """Every id is -1 (no expert) or in `0..num_experts - 1`; any other negative id is an error, not padding.
 
     A second spelling of "no expert" would hide a broken id map, so only -1 is taken. On accelerators and under
-    compilation the range is a device-side assertion: it stops the stream, it never waits for it.
+    compilation the range is a device-side assertion: it stops the stream and never waits for it, where the device type
+    has one. Where it has none (`npu`), torch computes the assertion on the CPU and waits in every call: a dispatcher
+    for such devices looks by itself, for example by making the output of a token with a wrong id NaN.
 
     Raises:
         InputError: `topk_ids` is not int32 or int64, or (on CPU) names an id out of range.
@@ -45,7 +47,11 @@ def check_id_dtype(topk_ids: Tensor) -> None:
 def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
     """As `ops.checked_ids`, in torch."""
     check_ids(topk_ids, num_slots)
-    ids = topk_ids.long().contiguous()
+    return renumbered(topk_ids.long().contiguous(), table)
+
+
+def renumbered(ids: Tensor, table: Tensor | None) -> Tensor:
+    """What `table` (`[num_slots]` int64, None for nothing new) says of each id in range, -1 as it is."""
     return ids if table is None else torch.where(ids < 0, -1, table[ids.clamp(min=0)])
 
 

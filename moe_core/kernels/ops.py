@@ -99,9 +99,9 @@ def permute_contiguous(
         The tokens, and `row_map [T, K]` int32: the row of each slot, -1 for none, which `combine` takes.
 
     Raises:
-        InputError: `row_weights` for tokens that are codes.
+        InputError: `row_weights` for tokens that are codes, or shapes that do not fit together.
     """
-    _check_weights(hidden_states, row_weights)
+    _check_slots(hidden_states, topk_ids, row_weights, scales)
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_contiguous
     else:
@@ -149,7 +149,7 @@ def permute_masked(
     Raises:
         InputError: As there.
     """
-    _check_weights(hidden_states, row_weights)
+    _check_slots(hidden_states, topk_ids, row_weights, scales)
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_masked
     else:
@@ -194,7 +194,9 @@ def activate(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None
 
     Raises:
         SpecError: An activation that is no formula.
+        InputError: Shapes that do not fit together.
     """
+    _check_rows(hidden, real, spec)
     if not _uses_triton(hidden):
         return torch_activation.activate(hidden, spec, real=real)
     from moe_core.kernels.triton import activation as triton_activation
@@ -226,8 +228,10 @@ def quantize(
 
     Raises:
         SpecError: Another dtype or layout, or an activation that is no formula.
+        InputError: Shapes that do not fit together.
     """
     dtype, _ = code_format(token_dtype)
+    _check_rows(rows, real, activation)
     if not _uses_triton(rows) or not _has_codes(dtype, rows.device):
         return torch_codes.quantize(rows, token_dtype, activation=activation, real=real)
     from moe_core.kernels.triton import quantize as triton_quantize
@@ -255,7 +259,12 @@ def combine(
 
     Returns:
         `[T, H]`; zeros for a token without any row.
+
+    Raises:
+        InputError: Weights that do not fit the map.
     """
+    if topk_weights is not None and topk_weights.shape != row_map.shape:
+        raise InputError(f"topk_weights: expected {list(row_map.shape)} of row_map, got {list(topk_weights.shape)}")
     flat = rows.reshape(-1, rows.shape[-1])
     if not _uses_triton(rows):
         return torch_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
@@ -265,9 +274,26 @@ def combine(
         return triton_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
 
 
-def _check_weights(hidden_states: Tensor, row_weights: Tensor | None) -> None:
-    if row_weights is not None and hidden_states.itemsize == 1:
+def _check_slots(hidden_states: Tensor, topk_ids: Tensor, row_weights: Tensor | None, scales: Tensor | None) -> None:
+    """Kernels would read beyond tensors that do not fit together."""
+    num_tokens, ids = hidden_states.shape[:1], topk_ids.shape
+    if ids[:1] != num_tokens or len(ids) != 2:
+        raise InputError(f"topk_ids: expected [{num_tokens[0]}, K] for {num_tokens[0]} tokens, got {list(ids)}")
+    if scales is not None and (scales.dim() != 2 or scales.shape[:1] != num_tokens):
+        raise InputError(f"scales: expected [{num_tokens[0]}, G], got {list(scales.shape)}")
+    if row_weights is None:
+        return
+    if row_weights.shape != ids:
+        raise InputError(f"row_weights: expected {list(ids)} of topk_ids, got {list(row_weights.shape)}")
+    if hidden_states.itemsize == 1:
         raise InputError(f"row_weights multiply float tokens, got {hidden_states.dtype}: weight the experts' outputs")
+
+
+def _check_rows(rows: Tensor, real: Tensor | None, activation: ActivationSpec | None) -> None:
+    if activation is not None and activation.gated and rows.shape[-1] % 2:
+        raise InputError(f"rows before a gated activation: expected [.., 2 I], got {list(rows.shape)}")
+    if real is not None and list(real.shape) != [rows.shape[0]]:
+        raise InputError(f"real: expected [{rows.shape[0]}] for rows {list(rows.shape)}, got {list(real.shape)}")
 
 
 @functools.cache

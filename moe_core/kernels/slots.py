@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_core.kernels import ops
-from moe_core.kernels.checks import check_ids
+from moe_core.kernels.checks import check_id_dtype, check_ids, renumbered
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 
@@ -24,20 +24,34 @@ class SlotMap:
             for slot, expert in zip(request.local_slots(rank), request.local_experts(rank), strict=True):
                 slots[expert].append(slot)
         most = max(map(len, slots))
-        self._num_experts = request.num_experts
+        self._num_experts, self._num_slots = request.num_experts, request.num_slots
         self._num_copies = torch.tensor([len(copies) for copies in slots])
         self._slots = torch.tensor([copies + copies[:1] * (most - len(copies)) for copies in slots])
 
     def __call__(self, topk_ids: Tensor) -> Tensor:
-        """The slots; raises `InputError` for ids out of range, as `checks.check_ids`."""
-        check_ids(topk_ids, self._num_experts)
+        """The slots.
+
+        Raises:
+            InputError: Ids of another dtype, or on CPU one out of range; elsewhere the dispatcher finds it, so that no
+                device looks twice.
+        """
+        if topk_ids.device.type == "cpu":
+            check_ids(topk_ids, self._num_experts)
+        else:
+            check_id_dtype(topk_ids)
+        return self.unchecked(topk_ids)
+
+    def unchecked(self, topk_ids: Tensor) -> Tensor:
+        """The slots; what is no expert becomes no slot either: negative ids stay, larger ones become `num_slots`."""
         device = topk_ids.device
         if self._slots.device != device:
             self._slots, self._num_copies = self._slots.to(device), self._num_copies.to(device)
-        expert = topk_ids.long().clamp(min=0)
+        is_expert = (topk_ids >= 0) & (topk_ids < self._num_experts)
+        expert = torch.where(is_expert, topk_ids, 0).long()
         tokens, places = (torch.arange(size, device=device) for size in topk_ids.shape)
         copy = (tokens[:, None] + places) % self._num_copies[expert]
-        return torch.where(topk_ids < 0, -1, self._slots[expert, copy]).to(topk_ids.dtype)
+        none = torch.where(topk_ids < 0, topk_ids, self._num_slots)
+        return torch.where(is_expert, self._slots[expert, copy], none).to(topk_ids.dtype)
 
 
 def slot_map(request: LayerRequest) -> SlotMap | None:
@@ -61,10 +75,17 @@ class EvenIds:
         ids = [rank * most + local for rank, share in enumerate(shares) for local in range(share)]
         self.num_experts = most * request.ep_size
         self._num_slots = request.num_slots
-        self._ids = None if ids == list(range(self._num_slots)) else torch.tensor(ids)
+        self._table = None if ids == list(range(self._num_slots)) else torch.tensor(ids)
 
     def __call__(self, topk_ids: Tensor) -> Tensor:
         """The ids, contiguous; raises `InputError` for slots out of range, as `checks.check_ids`."""
-        if self._ids is not None and self._ids.device != topk_ids.device:
-            self._ids = self._ids.to(topk_ids.device)
-        return ops.checked_ids(topk_ids, self._num_slots, self._ids)
+        return ops.checked_ids(topk_ids, self._num_slots, self._table_on(topk_ids.device))
+
+    def of_checked(self, slots: Tensor) -> Tensor:
+        """The ids of int64 slots that are in range or -1, for who has looked by other means than the core's."""
+        return renumbered(slots, self._table_on(slots.device))
+
+    def _table_on(self, device: torch.device) -> Tensor | None:
+        if self._table is not None and self._table.device != device:
+            self._table = self._table.to(device)
+        return self._table

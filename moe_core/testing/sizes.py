@@ -13,6 +13,10 @@ from moe_core.testing.outcome import NotRun
 
 #: Layers whose weights would have more elements than this in one expert are not drawn.
 _MOST_ELEMENTS = 1 << 26
+#: Channels of which a kernel reads several blocks, and a last one that is not whole.
+_MANY_CHANNELS = 521
+#: Experts and experts per token: a dense layer, all experts at once, one per token, and more than a byte can number.
+_EXPERTS = ((1, 1), (3, 3), (17, 1), (257, 2))
 #: A declared maximum of top-k is tried up to this.
 _LARGEST_TOP_K = 32
 
@@ -71,7 +75,7 @@ def sizes_near(
 
 
 def odd_sizes(quant: LayerQuant, limits: Iterable[Limit]) -> list[Sizes]:
-    """Sizes just past what is round, in the smallest steps that the limits allow, and the largest declared top-k."""
+    """Sizes just past what is round, in the smallest steps that the limits allow, and extreme numbers of experts."""
     kept = tuple(limits)
     base = base_sizes(quant, kept)
     even = 2 if any(scheme.weight_bits == 4 for scheme in (quant.w13, quant.w2)) else 1
@@ -80,14 +84,22 @@ def odd_sizes(quant: LayerQuant, limits: Iterable[Limit]) -> list[Sizes]:
         (_from(17, hidden_step), _from(17, inner_step)),
         (_from(33, hidden_step), base.intermediate_size + inner_step),
         (base.hidden_size + hidden_step, _from(33, inner_step)),
+        # Several blocks of any kernel along both.
+        (_from(_MANY_CHANNELS, hidden_step), _from(_MANY_CHANNELS, inner_step)),
     ]
     found = [sizes_near(quant, kept, hidden, inner) for hidden, inner in wanted]
+    found += [attrs.evolve(found[0], num_experts=e, top_k=k) for e, k in _EXPERTS if _allows_experts(e, k, kept)]
     top_k = min(_maxima("top_k", kept), default=0)
     if 0 < top_k <= _LARGEST_TOP_K:
         # A declared maximum is a promise too.
         experts = _allowed("num_experts", max(base.num_experts, top_k), kept)
         found.append(attrs.evolve(base, num_experts=experts, top_k=min(top_k, experts)))
     return list(dict.fromkeys(found))
+
+
+def _allows_experts(num_experts: int, top_k: int, limits: Iterable[Limit]) -> bool:
+    values = {"num_experts": num_experts, "num_local_experts": num_experts, "top_k": top_k}
+    return all(limit.allows(values[limit.field]) for limit in limits if limit.field in values)
 
 
 def _from(least: int, step: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import attrs
 from moe_core.environment import Environment
 from moe_core.errors import SpecError
 from moe_core.manager import BackendManager
-from moe_core.measurement_files import MeasurementFile, changes_since, plugins_of
+from moe_core.measurement_files import MeasurementFile, Times, changes_since, plugins_of
+from moe_core.whole_file import check_writable
 
 
 class Recorder:
@@ -20,7 +20,7 @@ class Recorder:
 
     Attributes:
         path: Where it is.
-        replaced: Why what lay there is not kept, "" if it is.
+        replaced: Why what lay there at first is not kept, "" if it is.
     """
 
     def __init__(self, path: Path, environment: Environment, manager: BackendManager) -> None:
@@ -36,29 +36,26 @@ class Recorder:
         """
         self.path = path
         _check_writable(path)
-        versions = manager.versions()
-        self.replaced = ""
-        self._file = MeasurementFile(environment=environment, plugins=versions, date="", times={})
-        self._read()
+        self._environment, self._plugins = environment, manager.versions()
+        self._added: dict[str, dict[int, Mapping[str, float]]] = {}
+        self._file, self.replaced = self._there()
 
-    def _read(self) -> None:
-        """Take over what the file holds, as far as it is of this machine as it is now."""
-        path, environment, versions = self.path, self._file.environment, self._file.plugins
+    def _there(self) -> tuple[MeasurementFile, str]:
+        """What the file holds that still counts, and why the rest does not."""
+        path = self.path
+        nothing = MeasurementFile(environment=self._environment, plugins=self._plugins, date="", times={})
         if not path.exists():
-            return
+            return nothing, ""
         try:
             found = MeasurementFile.read(path)
         except SpecError as error:
-            self.replaced = str(error)
-            return
-        changes = ", ".join(changes_since(found.environment, environment))
+            return nothing, str(error)
+        changes = ", ".join(changes_since(found.environment, self._environment))
         if changes:
-            self.replaced = f"{path}: the machine has changed: {changes}"
-            return
-        kept, changed = found.without_changed_plugins(versions)
-        if changed:
-            self.replaced = f"{path}: times of other versions of {changed}"
-        self._file = attrs.evolve(self._file, times=kept.times, date=found.date)
+            return nothing, f"{path}: the machine has changed: {changes}"
+        kept, changed = found.without_changed_plugins(self._plugins)
+        replaced = f"{path}: times of other versions of {changed}" if changed else ""
+        return attrs.evolve(nothing, times=kept.times, date=found.date), replaced
 
     @property
     def num_times(self) -> int:
@@ -68,24 +65,29 @@ class Recorder:
     def add(self, shape: str, num_tokens: int, microseconds: Mapping[str, float]) -> None:
         """Put the times of one layer at one token count in place of earlier ones, and write the file.
 
+        What another process has added since is kept: each brings all of its own every time.
+
         Raises:
-            SpecError: It cannot be written; what it held before is still there.
+            UnwrittenError: The file cannot be written.
         """
-        # Another process may have added its own meanwhile.
-        self._read()
-        of_shape = {
-            candidate: {count: time for count, time in times.items() if count != num_tokens}
-            for candidate, times in self._file.times.get(shape, {}).items()
-        }
-        for candidate, time in microseconds.items():
-            of_shape.setdefault(candidate, {})[num_tokens] = time
-        times = {**self._file.times, shape: {name: found for name, found in of_shape.items() if found}}
+        self._added.setdefault(shape, {})[num_tokens] = microseconds
+        found, _ = self._there()
         today = datetime.datetime.now().astimezone().date().isoformat()
-        self._file = attrs.evolve(self._file, times=times, date=today)
-        try:
-            attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
-        except OSError as error:
-            raise SpecError(f"times cannot be written to {self.path}: {error}; say --output FILE") from error
+        self._file = attrs.evolve(found, times=self._with_added(found.times), date=today)
+        attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
+
+    def _with_added(self, found: Times) -> Times:
+        times = dict(found)
+        for shape, of_counts in self._added.items():
+            of_shape = {
+                candidate: {count: time for count, time in counted.items() if count not in of_counts}
+                for candidate, counted in found.get(shape, {}).items()
+            }
+            for count, microseconds in of_counts.items():
+                for candidate, time in microseconds.items():
+                    of_shape.setdefault(candidate, {})[count] = time
+            times[shape] = {candidate: counted for candidate, counted in of_shape.items() if counted}
+        return times
 
     def _plugins_used(self) -> dict[str, str]:
         """Versions of those plugins alone that have times: another one coming or going changes nothing."""
@@ -99,5 +101,4 @@ def _check_writable(path: Path) -> None:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"times cannot be written to {path}: {error}; say --output FILE") from error
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise SpecError(f"times cannot be written to {path}: no file can be made there; say --output FILE")
+    check_writable(path.absolute(), f"times cannot be written to {path}; say --output FILE")

@@ -10,7 +10,7 @@ import torch
 
 from moe_core.bound import BoundExperts
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, ResolutionError, SpecError
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line
 from moe_core.manager import BackendManager
 from moe_core.measurements import MeasurementTable
 from moe_core.payloads import PreparedWeights, RawWeights, Tensor
@@ -113,12 +113,13 @@ class LayerSearch:
 
         Raises:
             DeviceLostError: The device does not work any more.
+            MoeCoreError: There is no memory for so many tokens.
         """
         for count in sorted(counts):
             yield self._step(count, repeats, seconds)
 
     def _step(self, count: int, repeats: int, seconds: float) -> Step:
-        batches = Batches.random(self.request, count, self.device)
+        batches = self._batches(count)
         takers = {
             c.full_name for c in self.candidates if c.declared_max_tokens is None or count <= c.declared_max_tokens
         }
@@ -143,6 +144,12 @@ class LayerSearch:
         times = {name: timings[name].microseconds if name in timings else first[name] for name in ready}
         return Step(num_tokens=count, microseconds=times, problems=dict(self.problems))
 
+    def _batches(self, count: int) -> Batches:
+        try:
+            return Batches.random(self.request, count, self.device)
+        except (RuntimeError, OverflowError) as error:
+            raise MoeCoreError(f"the inputs of T={count} cannot be made: {first_line(error)}") from error
+
     def _bind(self, candidate: Candidate) -> BoundExperts:
         dispatcher = candidate.dispatcher.full_name if candidate.dispatcher else None
         pinned = attrs.evolve(self.request, a2a_backend=dispatcher, runner_backend=candidate.runner.full_name)
@@ -154,8 +161,7 @@ class LayerSearch:
         return BoundExperts(plan, self._weights[key], self._manager)
 
     def _fail(self, name: str, error: Exception, where: str = "") -> None:
-        text = str(error).strip().splitlines()
-        self.problems[name] = f"{where}{type(error).__name__}: {text[0] if text else 'no message'}"
+        self.problems[name] = f"{where}{type(error).__name__}: {first_line(error)}"
         if self._is_cuda:
             try:
                 torch.cuda.synchronize()

@@ -215,11 +215,14 @@ def test_a_message_holds_tokens_scales_ids_and_weights(token_dtype: TokenDtype, 
     tokens = decode_message(message, hidden_size, 2, token_dtype)
     assert torch.equal(tokens.topk_ids, topk_ids.int())
     assert torch.equal(tokens.topk_weights, topk_weights)
-    values = tokens.hidden_states.float()
+    values, limit = tokens.hidden_states.float(), torch.zeros(())
     if tokens.scales is not None:
-        values = values * tokens.scales.repeat_interleave(128, dim=1)[:, :hidden_size]
-    # Three fraction bits: half a step is 1/16 of the value.
-    assert ((values - hidden_states.float()).abs() <= hidden_states.float().abs() / 16 + 1e-6).all()
+        scales = tokens.scales.repeat_interleave(128, dim=1)[:, :hidden_size]
+        values = values * scales
+        # Three fraction bits: half a step is 1/16 of the value, or of the smallest normal number, 2 ** -6, below it.
+        limit = torch.maximum(hidden_states.float().abs(), scales * 2.0**-6) / 16
+    # The scale and the product are rounded to fp32.
+    assert ((values - hidden_states.float()).abs() <= limit * (1 + 1e-6)).all()
     assert (values[2] == 0).all()
 
 

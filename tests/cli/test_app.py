@@ -93,7 +93,7 @@ def test_defaults_of_sizes_are_in_the_help(call):
         (["resolve", "--environment", "cpu", "--runner-backend", "torhc"], "did you mean 'torch'"),
         (["resolve", "--environment", "cpu", "--a2a-backend", "torch_altoall"], "did you mean 'torch_alltoall'"),
         (["resolve", "--environment", "cpu", "--exclude", "nobody"], "unknown backend 'nobody'"),
-        (["resolve", "--environment", "cpu", "--top-k", "200"], "top_k 200 exceeds num_experts 128"),
+        (["resolve", "--environment", "cpu", "--top-k", "200"], "--top-k 200 exceeds --num-experts 128"),
         (["resolve", "--model", "/does/not/exist"], "no model at /does/not/exist"),
         (["resolve", "--model", ".", "--num-experts", "4"], "--num-experts cannot be combined with --model"),
         (["run", "--model", "/does/not/exist", "--prompt", "a"], "no model at /does/not/exist"),

@@ -11,6 +11,7 @@ import torch
 from tiny_models import write_tiny_qwen
 
 from moe_core.tuning import ceilings
+from moe_core.tuning.layers import Batches
 
 SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "128", "--intermediate-size", "128")
 QUICK = ("--device", "cpu", "--repeats", "1", "--tokens", "2")
@@ -96,3 +97,42 @@ def test_a_missing_drawing_library_is_said_before_anything_is_measured(call, mon
     code, out, err = call("bench", *SIZES, *QUICK, "--plot", "chart.png")
     assert (code, out) == (1, "")
     assert "pip install 'moe-core[bench]'" in err
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--combination", "a + b + c"), "expected a runner, or 'dispatcher + runner'"),
+        (("--combination", "torhc"), "unknown runner backend 'torhc'; did you mean 'torch'"),
+        (("--peer", "none", "--peer", "liger-kernel"), "--peer none cannot be combined with other peers"),
+        (("--threads", "10000000000"), "Invalid value for '--threads'"),
+        (("--tokens", "99999999999999999999"), "Invalid value for '--tokens'"),
+        (("--device", "meta"), "unknown device type 'meta'"),
+        (("--output", "."), "--output: . is there and is no regular file"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_before_anything_is_measured(call, monkeypatch, words, message):
+    monkeypatch.setattr("moe_core.bench.run.measure_ceilings", None)
+    code, _, err = call("bench", *SIZES, *QUICK, *words)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.error_path
+def test_no_memory_for_inputs_is_a_row_and_no_figure_at_all_a_failure(call, monkeypatch):
+    original = Batches.random
+
+    def scarce(request, num_tokens, *arguments):
+        if num_tokens > 2:
+            raise RuntimeError("out of memory\nand much more")
+        return original(request, num_tokens, *arguments)
+
+    monkeypatch.setattr(Batches, "random", scarce)
+    code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--tokens", "8")
+    assert code == 0
+    assert "moe-core (T = 8): not run: RuntimeError: out of memory" in " ".join(out.split())
+    monkeypatch.setattr("moe_core.bench.run.random_weights", lambda *arguments: scarce(arguments[0], 8))
+    code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--quant-scheme", "w8a8_int8")
+    assert code == 1
+    assert "moe-core: not run: no weights: " in " ".join(out.split())

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from moe_core.cli.list_backends import reason_rows
+from moe_core.decision import Reason
 from moe_core.environment import PRESETS
 from moe_core.manager import BackendManager
 
@@ -78,7 +80,17 @@ def test_verbose_shows_origin_hooks_reasons_and_tracebacks(broken):
         "import a_module_that_does_not_exist",
         "SystemExit: 3",
     ):
-        assert " ".join(expected.split()) in " ".join(text.split()).replace("dis t-info", "dist-info")
+        # A long path is broken anywhere.
+        assert "".join(expected.split()) in "".join(text.split())
+
+
+def test_what_is_against_all_parts_of_a_plugin_is_said_once():
+    package, device = (Reason(code, "needs", "found") for code in ("package", "device"))
+    rows = reason_rows({"a": (package, device), "b": (device,)})
+    assert rows == {"all of these": str(device), "a": str(package), "b": "nothing else"}
+    assert reason_rows({"a": (package,), "b": ()}) == {"a": str(package), "b": "yes"}
+    assert reason_rows({"a": (package,)}) == {"a": str(package)}
+    assert reason_rows({}) == {}
 
 
 def test_json_lists_every_plugin(moe_core):

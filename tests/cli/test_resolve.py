@@ -258,3 +258,16 @@ def test_hints_are_options(call):
     # Programs read the fields of a request.
     _, out, _ = call(*ON_CPU, "--ep-size", "2", "--a2a-backend", "none", "--json")
     assert "say token_placement='replicated' if" in json.loads(out)["groups"][0]["error"]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--top-k", "9", "--num-experts", "4"), "--top-k 9 exceeds --num-experts 4"),
+        (("--tp-size", "9", "--intermediate-size", "4"), "--tp-size 9 exceeds --intermediate-size 4"),
+    ],
+)
+def test_a_sentence_about_two_fields_names_both_options(call, words, message):
+    code, _, err = call("resolve", *words)
+    assert (code, err.strip()) == (2, f"error: {message}")

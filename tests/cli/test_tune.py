@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from moe_core.environment import probe_environment
 from moe_core.measurement_files import MeasurementFile
 from moe_core.measurement_sources import MeasurementWarning, user_file
 from moe_core.tuning import search
+from moe_core.tuning.layers import Batches
 from moe_core.tuning.search import DeviceLostError, LayerSearch
 
 Call = Callable[..., tuple[int, str, str]]
@@ -131,13 +134,45 @@ def test_a_cache_that_does_not_fit_is_reported(call: Call, cache: Path) -> None:
         (("--shape", "mixtral"), "unknown shape 'mixtral'; did you mean 'mixtral-8x7b'"),
         (("--shape", "mixtral-8x7b", "--top-k", "2"), "--shape cannot be combined with --model or with sizes"),
         (("--tokens", "0"), "Invalid value for '--tokens'"),
+        (("--tokens", "99999999999999999999"), "Invalid value for '--tokens'"),
         (("--device", "gpu"), "unknown device type 'gpu'"),
+        (("--device", "meta"), "unknown device type 'meta'"),
+        ((*SIZES, *QUICK, "--exclude", "tritn"), "unknown backend 'tritn'; did you mean 'triton'"),
     ],
 )
 def test_asked_wrongly(call: Call, words: tuple[str, ...], message: str) -> None:
     code, _, err = call("tune", *words)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.error_path
+def test_no_memory_for_the_inputs_ends_a_layer_and_keeps_its_times(
+    call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batches.random
+
+    def scarce(request: Any, num_tokens: int, device: str) -> Batches:
+        if num_tokens > 1:
+            raise RuntimeError("out of memory\nand much more")
+        return original(request, num_tokens, device)
+
+    monkeypatch.setattr(Batches, "random", scarce)
+    code, out, err = _tune(call, "--tokens", "1", "--tokens", "4")
+    assert (code, MeasurementFile.read(cache).num_times) == (0, 6), err
+    assert "6 times measured" in out
+    assert "the inputs of T=4 cannot be made: out of memory\n" in err
+
+
+@pytest.mark.error_path
+def test_a_disk_that_is_full_ends_the_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = _tune(call, "--tokens", "1", "--quant-scheme", "bf16", "--quant-scheme", "w8a8_int8")
+    assert code == 1
+    assert err.count("cannot be written ([Errno 28] No space left on device)") == 1
 
 
 # resolve --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -359,3 +361,25 @@ def test_codes_cannot_be_weighted() -> None:
     for move in (ops.permute_contiguous, lambda *a, **k: ops.permute_masked(*a, 2, **k)):
         with pytest.raises(InputError, match=r"row_weights multiply float tokens, got torch\.int8"):
             move(codes, ids, 1, row_weights=torch.ones(2, 1, device=DEVICE))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, ids, w: ops.permute_contiguous(x, ids[:2], 3), "topk_ids: expected [3, K] for 3 tokens, got [2, 2]"),
+        (lambda x, ids, w: ops.permute_masked(x[:2], ids, 3, 4), "topk_ids: expected [2, K] for 2 tokens, got [3, 2]"),
+        (lambda x, ids, w: ops.permute_contiguous(x, ids[:, 0], 3), "topk_ids: expected [3, K]"),
+        (lambda x, ids, w: ops.permute_contiguous(x, ids, 3, row_weights=w[:, :1]), "row_weights: expected [3, 2]"),
+        (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w[0]), "scales: expected [3, G], got [2]"),
+        (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w[:2]), "scales: expected [3, G], got [2, 2]"),
+        (lambda x, ids, w: ops.combine(x, ids, w[:, :1], torch.float32), "topk_weights: expected [3, 2] of row_map"),
+        (lambda x, ids, w: ops.activate(x, SWIGLU), "expected [.., 2 I], got [3, 5]"),
+        (lambda x, ids, w: ops.activate(x[:, :4], SWIGLU, real=ids[:2, 0]), "real: expected [3] for rows [3, 4]"),
+        (lambda x, ids, w: ops.quantize(x, TokenDtype("int8", "token"), activation=SWIGLU), "got [3, 5]"),
+        (lambda x, ids, w: ops.quantize(x, TokenDtype("int8", "token"), real=ids), "real: expected [3]"),
+    ],
+)
+def test_shapes_that_do_not_fit_together_are_refused(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        call(torch.ones(3, 5), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2))

@@ -48,6 +48,15 @@ def test_an_expert_that_does_not_exist_is_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_wrong_id_becomes_a_wrong_slot_for_the_dispatcher_to_find(dtype: torch.dtype) -> None:
+    slots = SlotMap(_request(ExpertPlacement("map", _MAP))).unchecked(
+        torch.tensor([[6, 0], [-2, 5], [100, -1]], dtype=dtype)
+    )
+    assert slots.dtype == dtype
+    assert slots.tolist() == [[9, 7], [-2, 8], [9, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_library_that_divides_finds_the_rank_that_holds_an_expert(dtype: torch.dtype) -> None:
     request = _request(ExpertPlacement(), ep_size=4)
     even = EvenIds(request)
@@ -56,6 +65,7 @@ def test_a_library_that_divides_finds_the_rank_that_holds_an_expert(dtype: torch
     assert ids.dtype == torch.int64
     # Shares of 2, 2, 1 and 1 experts.
     assert ids.tolist() == [[0, 1], [2, 3], [4, 6], [-1, 0]]
+    assert even.of_checked(torch.tensor([[5, -1], [3, 0]])).tolist() == [[6, -1], [3, 0]]
     for rank in range(4):
         for local, slot in enumerate(request.local_slots(rank)):
             (found,) = even(torch.tensor([[slot]])).flatten().tolist()

@@ -78,7 +78,7 @@ def test_the_conformance_test_of_a_new_plugin_is_short() -> None:
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("name", ["Acme", "2fast", "a-b", "class", ""])
+@pytest.mark.parametrize("name", ["Acme", "2fast", "a-b", ""])
 def test_a_name_that_cannot_be_imported(call: Call, name: str, tmp_path: Path) -> None:
     code, _, err = call(name, "--output", str(tmp_path / "folder"))
     assert code == 2
@@ -95,3 +95,17 @@ def test_nothing_is_overwritten_and_no_name_is_taken_twice(call: Call, tmp_path:
     code, _, err = call("torch", "--output", str(tmp_path / "torch"))
     assert code == 2
     assert "installed already" in err
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("class", "is a keyword of Python"), ("acme_", "to a letter or a digit"), ("a" * 300, "cannot be written")],
+)
+def test_names_that_files_or_packages_cannot_have(
+    call: Call, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(name)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert message in err

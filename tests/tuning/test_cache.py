@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import attrs
 import pytest
 from fakes import CPU, dispatcher, expect, manager_of, plugin, runner
 
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, UnwrittenError
 from moe_core.measurement_files import MeasurementFile
 from moe_core.tuning.cache import Recorder
 
@@ -35,6 +36,10 @@ def test_two_processes_keep_each_others_times(tmp_path: Path) -> None:
     other.add("other", 1, {A: 20.0})
     one.add("one", 4, {A: 30.0})
     assert MeasurementFile.read(path).times == {"one": {A: {1: 10.0, 4: 30.0}}, "other": {A: {1: 20.0}}}
+    # Written over by one that had read it before: every run brings all of its own again.
+    path.unlink()
+    one.add("one", 8, {A: 40.0})
+    assert MeasurementFile.read(path).times == {"one": {A: {1: 10.0, 4: 30.0, 8: 40.0}}}
 
 
 def test_only_plugins_with_times_are_named(tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    with pytest.raises(SpecError, match=r"times cannot be written to .*times.json: No space left on device"):
+    with pytest.raises(UnwrittenError, match=r"times.json: cannot be written \(No space left on device\)"):
         recorder.add("shape", 2, {A: 1.0})
     monkeypatch.undo()
     expect(MeasurementFile.read(path).times == {"shape": {A: {1: 1.0}}})
@@ -96,6 +101,8 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_place_where_nothing_can_be_written_is_refused_at_once(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    for path in (tmp_path, blocked / "times.json"):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (tmp_path, blocked / "times.json", pipe):
         with pytest.raises(SpecError, match=r"times cannot be written to .* say --output FILE"):
             Recorder(path, CPU, MANAGER)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from moe_core.backends.torch.local import combine_rows, local_permutation
-from moe_core.errors import InputError
 from moe_core.kernels.checks import check_ids
 from moe_core.kernels.ops import combine
 from moe_core.kernels.wire import decode_message, encode_message
@@ -46,10 +45,8 @@ class AllToAll:
         Raises:
             InputError: The group has no process group to send through.
         """
-        if group.process_group is None:
-            raise InputError("dispatcher torch_alltoall needs ExpertGroup.process_group; this group has none")
         request = plan.request
-        self._group, self._size = group.process_group, group.size
+        self._group, self._size = group.require_process_group("dispatcher torch_alltoall"), group.size
         self._num_slots, self._top_k, self._hidden = request.num_slots, request.top_k, request.hidden_size
         self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
         shares = [len(request.local_slots(rank)) for rank in range(group.size)]

@@ -93,6 +93,8 @@ def check_uninitialised_memory(bench: Bench) -> None:
 def check_inputs(bench: Bench) -> None:
     """A forward changes neither its inputs nor the output of the forward before."""
     tokens, others = bench.tokens(), bench.tokens(seed=1)
+    # What is masked in place shows only where there is something to mask.
+    tokens[1][0::3, -1] = -1
     names = ("hidden_states", "topk_ids", "topk_weights")
     before = [(name, tensor.clone()) for name, tensor in zip(names, tokens, strict=True)]
     output = bench.run(tokens)
@@ -148,7 +150,11 @@ def check_odd_sizes(bench: Bench) -> None:
     for sizes in odd_sizes(bench.cell.quant, bench.cell.limits):
         other = Bench(bench.backend, bench.cell, sizes)
         text = f"E {sizes.num_experts}, K {sizes.top_k}, H {sizes.hidden_size}, I {sizes.intermediate_size}"
-        other.require(other.tokens(), text)
+        hidden, ids, weights = other.tokens()
+        if not (ids == sizes.num_experts - 1).any():
+            # Of many experts few are drawn, and the last one is the first to be forgotten.
+            ids[-1, -1] = sizes.num_experts - 1
+        other.require((hidden, ids, weights), text)
         other.require(other.tokens(1), f"{text}, one token")
 
 

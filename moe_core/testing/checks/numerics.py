@@ -16,6 +16,8 @@ from moe_core.testing.stored import StoredLayer
 
 #: Size of the values beside an outlier, such that the outlier itself is finite in fp16.
 _SMALL = 0.25
+#: Size of values of which a gated product exceeds the largest number of fp16, and an exponential that of fp32.
+_LARGE = 512.0
 #: Distance of neighbouring codes near zero.
 _SMALLEST_STEP = {"fp8": 2.0**-9, "int8": 1.0, "int4": 1.0, "fp4": 0.5}
 
@@ -52,6 +54,19 @@ def check_router_weights(bench: Bench) -> None:
     hidden, ids, weights = tokens
     coarse = (hidden, ids, weights.to(TORCH_DTYPES["bf16"]))
     bench.require(coarse, "router weights in bf16")
+    # Scaling factors of routers exceed one, and nothing says that a weight is positive.
+    factors = torch.tensor([-1.0, 5.0, 0.0], device=weights.device).repeat(weights.numel())[: weights.numel()]
+    bench.require((hidden, ids, weights * factors.view_as(weights)), "router weights below zero, zero and above one")
+
+
+def check_value_range(bench: Bench) -> None:
+    """Tokens of zeros give no NaN, and values beyond fp16, as real layers have them, are no infinity."""
+    hidden, ids, weights = bench.tokens()
+    hidden = hidden.clone()
+    hidden[0] = 0.0
+    bench.require((hidden, ids, weights), "a token of zeros")
+    if bench.request.dtype != "fp16":
+        bench.require((hidden * _LARGE, ids, weights), f"tokens {_LARGE:.0f} times as large")
 
 
 def check_features(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -22,11 +23,14 @@ from moe_core.testing.compare import problem_of
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.pairs import serves_one_rank
 from moe_core.testing.ranks import RankError, run_on_ranks
+from moe_core.testing.sizes import Sizes
 
 #: Sizes of a group, the best first: no divisor of five experts, and few enough for a small machine.
 GROUP_SIZES = (3, 2, 4)
 #: Tokens of each rank: some, none, one, many.
 _RAGGED = (4, 0, 1, 6)
+#: What layers after the first one say of how many tokens a rank brings: enough for all of them.
+_FEW_TOKENS = 8
 
 
 def group_size(pair: Candidate) -> int | None:
@@ -83,9 +87,8 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     if backend.device != "cpu" and torch.accelerator.device_count() < size:
         raise NotRun(f"{size} ranks need as many devices, found {torch.accelerator.device_count()}")
     cells = _rank_cells(backend, pair, size)
-    layers = [(cell, ExpertPlacement()) for cell in cells]
-    layers += [(cells[0], placement) for placement in _placements_of(cells[0])[1:]] if cells else []
-    benches = [Bench(backend, cell, placement=placement) for cell, placement in layers]
+    layers = _layers(cells)
+    benches = [Bench(backend, cell, sizes, placement=placement) for cell, sizes, placement in layers]
     arguments = (*backend.names, backend.environment, backend.device, layers)
     try:
         answers = run_on_ranks(_outputs, [arguments] * size, transport)
@@ -129,19 +132,36 @@ def _rank_cells(backend: Backend, pair: Candidate, size: int) -> list[Cell]:
     return [cell for cell in first.values() if cell.token_dtype is not None]
 
 
+def _layers(cells: Sequence[Cell]) -> list[tuple[Cell, Sizes, ExpertPlacement]]:
+    """Every cell, and the first one again with its experts elsewhere.
+
+    Only the first layer's buffers are as large as is declared: the others differ from it in something else, and most of
+    a large buffer is memory that nobody uses and emulations write.
+    """
+    plain = [(cell, ExpertPlacement()) for cell in cells]
+    moved = [(cells[0], placement) for placement in _placements_of(cells[0])[1:]] if cells else []
+    layers = [(cell, cell.base_sizes(), placement) for cell, placement in (*plain, *moved)]
+    return layers[:1] + [(cell, _with_few_tokens(sizes), placement) for cell, sizes, placement in layers[1:]]
+
+
+def _with_few_tokens(sizes: Sizes) -> Sizes:
+    bound = sizes.max_tokens
+    return sizes if bound is None else attrs.evolve(sizes, max_tokens=min(bound, _FEW_TOKENS))
+
+
 def _outputs(
     group: ExpertGroup,
     plugin: str,
     companions: tuple[str, ...],
     environment: Environment,
     device: str,
-    layers: list[tuple[Cell, ExpertPlacement]],
+    layers: list[tuple[Cell, Sizes, ExpertPlacement]],
 ) -> list[Any]:
     """A rank's job: its output of the second of two forwards for each layer, as arrays."""
     backend = Backend(plugin, environment=environment, device=device, companions=companions)
     found = []
-    for cell, placement in layers:
-        bench = Bench(backend, cell, group=group, placement=placement)
+    for cell, sizes, placement in layers:
+        bench = Bench(backend, cell, sizes, group=group, placement=placement)
         try:
             bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank + 50))
             output = bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank))

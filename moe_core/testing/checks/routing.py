@@ -13,11 +13,14 @@ from moe_core.testing.outcome import NotRun, require
 _ROW_COUNTS = (1, 2, 3, 5)
 #: Row counts of larger tiles are tried up to here.
 _MOST_ROWS = 257
+#: Tokens of batches that follow each other: more and fewer, and some as many as before.
+_BATCHES = (65, 17, 65, 1, 130, 17)
 
 
 def check_missing_experts(bench: Bench) -> None:
-    """-1 contributes nothing, and a token with nothing else is not read: its row may be NaN."""
+    """-1 contributes nothing in any slot, and a token with nothing else is not read: its row may be NaN."""
     hidden, ids, weights = bench.tokens()
+    _check_leading_slots(bench, hidden, ids.clone(), weights)
     ids = ids.clone()
     ids[0::3, -1] = -1
     tokens = (hidden, ids, weights)
@@ -26,6 +29,23 @@ def check_missing_experts(bench: Bench) -> None:
     ids[1], hidden = -1, hidden.clone()
     hidden[1] = torch.nan
     bench.require((hidden, ids, weights), "a token without any expert, whose row is NaN")
+    hidden, ids = torch.full_like(hidden, torch.nan), torch.full_like(ids, -1)
+    for count in (len(ids), 1):
+        nothing = (hidden[:count], ids[:count], weights[:count])
+        bench.require(nothing, f"{count} tokens, none with an expert, whose rows are NaN")
+
+
+def _check_leading_slots(bench: Bench, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Another rank's expert may stand before one of this rank, and few tokens may take a way of their own."""
+    if ids.shape[1] < 2:
+        return
+    ids[1::2, 0] = -1
+    bench.require((hidden, ids, weights), "slots with id -1 before others")
+    for token in range(2):
+        one = slice(token, token + 1)
+        alone = ids[one].clone()
+        alone[:, token - 1] = -1
+        bench.require((hidden[one], alone, weights[one]), f"one token with id -1 in slot {(token - 1) % ids.shape[1]}")
 
 
 def check_idle_experts(bench: Bench) -> None:
@@ -88,6 +108,12 @@ def check_row_counts(bench: Bench) -> None:
         bench.require(bench.tokens(ids=ids), f"{count} rows for one expert")
 
 
+def check_batch_sizes(bench: Bench) -> None:
+    """Batches grow and shrink, each with a routing of its own: nothing is kept from one to the next."""
+    for seed, count in enumerate(_BATCHES):
+        bench.require(bench.tokens(count, seed=seed), f"{count} tokens, the batch number {seed + 1}")
+
+
 def check_id_layouts(bench: Bench) -> None:
     """Ids may be int32 or int64, and all inputs may be slices of wider tensors."""
     hidden, ids, weights = bench.tokens()
@@ -101,6 +127,7 @@ def check_id_layouts(bench: Bench) -> None:
     wide = torch.full((hidden.shape[0], hidden.shape[1] + 16), torch.nan, dtype=hidden.dtype, device=hidden.device)
     wide[:, : hidden.shape[1]] = hidden
     bench.require((wide[:, : hidden.shape[1]], ids, weights), "hidden states that are a slice of a wider tensor")
+    bench.require((hidden.mT.contiguous().mT, ids, weights), "hidden states that lie transposed")
 
 
 def check_bad_ids(bench: Bench) -> None:

@@ -14,10 +14,11 @@ import attrs
 import torch
 
 from moe_core.errors import PluginError
+from moe_core.kernel_library import require_keywords
 from moe_core.payloads import CombineFn, ContiguousTokens, DispatchFn, ExpertGroup, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_ascend.buffers import BUFFERS, buffer_key
-from moe_plugin_ascend.deepep_specs import crosses_hosts
+from moe_plugin_ascend.deepep_buffers import BUFFERS, buffer_key
+from moe_plugin_ascend.deepep_specs import DEEP_EP, crosses_hosts
 from moe_plugin_ascend.environment_lock import ENVIRONMENT
 from moe_plugin_ascend.expert_ids import LibraryIds, at_least_one
 from moe_plugin_ascend.library_settings import check_settings
@@ -83,22 +84,34 @@ class NormalExchange(_Exchange):
 
         Raises:
             InputError: The group has no process group.
-            PluginError: The environment contradicts the route.
+            PluginError: The environment contradicts the route, or the library cannot be loaded or has other functions.
         """
         super().__init__(plan, route, group, "normal")
         takes_dtype = "quant_mode" in inspect.signature(self._buffer.dispatch).parameters
         self._arguments = {"quant_mode": self._dtype} if takes_dtype else {}
+        self._layout = require_keywords(self._buffer.get_dispatch_layout, "topk_idx", "num_experts", of=DEEP_EP)
+        self._dispatch = require_keywords(
+            self._buffer.dispatch,
+            "x",
+            "num_tokens_per_rank",
+            "num_tokens_per_rdma_rank",
+            "is_token_in_rank",
+            "num_tokens_per_expert",
+            "topk_idx",
+            "topk_weights",
+            *self._arguments,
+            of=DEEP_EP,
+        )
+        self._combine = require_keywords(self._buffer.combine, "x", "handle", of=DEEP_EP)
         # Across hosts the library drops the argument.
         self._needs_variable = not takes_dtype or crosses_hosts(route)
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ContiguousTokens, Sent]:
         """`[T, H]` of this rank -> the rows `[R, H]` for its experts."""
         x, ids, weights = at_least_one(hidden_states, *self._ids(topk_ids, topk_weights))
-        per_rank, per_host, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
-            topk_idx=ids, num_experts=self._num_experts
-        )
+        per_rank, per_host, per_expert, is_in_rank, _ = self._layout(topk_idx=ids, num_experts=self._num_experts)
         with self._environment():
-            received, _, _, counts, handle, _ = self._buffer.dispatch(
+            received, _, _, counts, handle, _ = self._dispatch(
                 x=x,
                 num_tokens_per_rank=per_rank,
                 num_tokens_per_rdma_rank=per_host,
@@ -113,7 +126,7 @@ class NormalExchange(_Exchange):
 
     def combine(self, rows: Tensor, sent: Sent) -> Tensor:
         """Unweighted rows `[R, H]` -> `[T, H]`; the handle brings the weights of the dispatch."""
-        combined, _, _ = self._buffer.combine(x=rows.contiguous(), handle=sent.handle)
+        combined, _, _ = self._combine(x=rows.contiguous(), handle=sent.handle)
         return combined[: sent.num_tokens]  # type: ignore[no-any-return]
 
     def _environment(self) -> AbstractContextManager[None]:
@@ -133,13 +146,25 @@ class LowLatencyExchange(_Exchange):
         # What the library calls fp8 here is int8 on these machines.
         self._arguments = {"use_fp8": is_int8, **({"quant_mode": "int8"} if is_int8 and "quant_mode" in known else {})}
         self._takes_weights = "topk_weights" in known
+        self._dispatch = require_keywords(
+            self._buffer.low_latency_dispatch,
+            "x",
+            "topk_idx",
+            "num_max_dispatch_tokens_per_rank",
+            "num_experts",
+            *self._arguments,
+            of=DEEP_EP,
+        )
+        self._combine = require_keywords(
+            self._buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", of=DEEP_EP
+        )
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ContiguousTokens, Sent]:
         """`[T, H]` of this rank -> as many rows `[R, H]` as may arrive; those past the counts are undefined."""
         x, ids, weights = at_least_one(hidden_states, *self._ids(topk_ids, topk_weights))
         more = {"topk_weights": weights} if self._takes_weights else {}
         with ENVIRONMENT.holding(SKIP_VARIABLE, "1"):
-            received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
+            received, counts, handle, _, _ = self._dispatch(
                 x=x,
                 topk_idx=ids,
                 num_max_dispatch_tokens_per_rank=self._capacity,
@@ -152,7 +177,7 @@ class LowLatencyExchange(_Exchange):
     def combine(self, rows: Tensor, sent: Sent) -> Tensor:
         """Unweighted rows `[R, H]` -> `[T, H]`."""
         with ENVIRONMENT.holding(SKIP_VARIABLE, "1"):
-            combined, _, _ = self._buffer.low_latency_combine(
+            combined, _, _ = self._combine(
                 x=rows.contiguous(), topk_idx=sent.topk_ids, topk_weights=sent.topk_weights, handle=sent.handle
             )
         return combined[: sent.num_tokens]  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_core.kernels.checks import check_ids
+from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 
@@ -35,27 +36,16 @@ def marked(ids: Tensor, weights: Tensor, num_slots: int) -> tuple[Tensor, Tensor
 
 
 class LibraryIds:
-    """Slots `[T, K]` -> the library's expert ids.
-
-    The library finds an expert's rank by division, so that every rank has equally many. Where the core's shares differ,
-    the smaller ones are filled up with experts that no token names.
-    """
+    """Slots `[T, K]` and their weights -> the library's expert ids (`EvenIds`) and weights fp32."""
 
     def __init__(self, request: LayerRequest) -> None:
         """Look up the ranks' shares."""
-        self._num_slots, most = request.num_slots, request.max_local_experts
-        shares = [len(request.local_slots(rank)) for rank in range(request.ep_size)]
-        ids = [rank * most + local for rank, share in enumerate(shares) for local in range(share)]
-        self._ids = None if ids == list(range(self._num_slots)) else torch.tensor(ids)
+        self._even, self._num_slots = EvenIds(request), request.num_slots
 
     def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids, int64, -1 as it is, and the weights, fp32; errors as `checked`."""
+        """The ids, int64, -1 as it is, and the weights; errors as `checked`."""
         ids, weights = checked(topk_ids, topk_weights, self._num_slots)
-        if self._ids is None:
-            return ids, weights
-        if self._ids.device != ids.device:
-            self._ids = self._ids.to(ids.device)
-        return torch.where(ids < 0, -1, self._ids[ids.clamp(min=0)]), weights
+        return self._even.of_checked(ids), weights
 
 
 def at_least_one(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
-from moe_core.errors import PluginError
+from moe_core.kernel_library import require_keywords
 from moe_core.payloads import ExpertGroup, FusedFn, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_ascend.buffers import BUFFERS, buffer_key
+from moe_plugin_ascend.deepep_buffers import BUFFERS, buffer_key
+from moe_plugin_ascend.deepep_specs import DEEP_EP
 from moe_plugin_ascend.expert_ids import LibraryIds, at_least_one
 from moe_plugin_ascend.fuseep_specs import FUSE_MODES
 from moe_plugin_ascend.fuseep_weights import prepare
@@ -23,13 +22,26 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
 
     Raises:
         InputError: The group has no process group.
-        PluginError: The environment contradicts the route, or the installed library is too old.
+        PluginError: The environment contradicts the route, or the installed library cannot be loaded or is too old.
     """
     mode, key = FUSE_MODES[weights.layout], buffer_key(plan, route, group, "fused")
     check_settings(plan, route, key.capacity)
     buffer = BUFFERS.get(key)
-    if "fuse_mode" not in inspect.signature(buffer.fused_deep_moe).parameters:
-        raise PluginError(f"{route.runner.full_name}: the installed deep_ep has no fuse_mode; install a newer one")
+    fused_deep_moe = require_keywords(
+        buffer.fused_deep_moe,
+        "x",
+        "topk_idx",
+        "topk_weights",
+        "gmm1_permuted_weight",
+        "gmm1_permuted_weight_scale",
+        "gmm2_weight",
+        "gmm2_weight_scale",
+        "num_max_dispatch_tokens_per_rank",
+        "num_experts",
+        "quant_mode",
+        "fuse_mode",
+        of=DEEP_EP,
+    )
     ids_of = LibraryIds(plan.request)
     # One argument, two meanings: tokens that a rank brings, or rows that it may receive.
     capacity = key.capacity if mode == 1 else key.capacity * plan.request.ep_size * key.top_k
@@ -44,7 +56,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
             # Its scale of an all-zero row divides by zero; experts without biases make zeros of zeros.
             ids = torch.where(hidden_states.any(1, keepdim=True), ids, -1)
         x, ids, row_weights = at_least_one(hidden_states, ids, row_weights)
-        output, _ = buffer.fused_deep_moe(
+        output, _ = fused_deep_moe(
             x=x,
             topk_idx=ids,
             topk_weights=row_weights,

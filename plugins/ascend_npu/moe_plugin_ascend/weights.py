@@ -1,8 +1,9 @@
 """From canonical weights to what the grouped GEMMs read, one expert after the other.
 
 Every expert is brought into tiles by itself and copied into its place: tiles stay within the last two axes, so an
-expert is one piece of memory. Where the source is given back as it is read, there is never more than the memory of one
-expert beside it and the finished tensors.
+expert is one piece of memory. A matrix exists three times meanwhile: as it is laid out, in tiles, and in its place. The
+order of the steps is such that this needs, beside the source and the finished tensors, no more than the memory of one
+expert; a reload, whose places are all there from the beginning, needs four thirds where its source stays.
 """
 
 from __future__ import annotations
@@ -73,22 +74,41 @@ def lay_out(
         is_tiled=is_tiled,
         tensors={} if out is None else {name: tensor.data for name, tensor in out.tensors.items()},
     )
-    for expert in range(weights.tensors["w13"].shape[0]):
-        raw = {name: tensor[expert] for name, tensor in weights.tensors.items()}
-        if weights.release is None:
-            for name, make in makers.items():
-                places.put(expert, name, make(name, raw))
-            continue
-        # The source's memory is given back before tiles are made, which need as much again.
-        made = {name: make(name, raw) for name, make in makers.items()}
-        weights.release(expert)
-        for name in makers:
-            places.put(expert, name, made.pop(name))
+    if weights.release is None:
+        _place(weights, makers, places)
+    else:
+        _place_and_release(weights, weights.release, makers, places)
     if out is None:
         tensors = {name: PreparedTensor(data=tensor) for name, tensor in places.tensors.items()}
         out = PreparedWeights(layout=layout, tensors=tensors)
     out.activation, out.post_norm = weights.activation, weights.post_norm
     return out
+
+
+def _experts(weights: RawWeights) -> range:
+    return range(weights.tensors["w13"].shape[0])
+
+
+def _raw(weights: RawWeights, expert: int) -> dict[str, Tensor]:
+    return {name: tensor[expert] for name, tensor in weights.tensors.items()}
+
+
+def _place(weights: RawWeights, makers: Mapping[str, Maker], places: Places) -> None:
+    """One projection after the other: while the larger one is made, the other has no memory yet."""
+    for name, make in makers.items():
+        for expert in _experts(weights):
+            places.put(expert, name, make(name, _raw(weights, expert)))
+
+
+def _place_and_release(
+    weights: RawWeights, release: Callable[[int], None], makers: Mapping[str, Maker], places: Places
+) -> None:
+    """One expert after the other: its raw memory is given back before tiles are made, which need as much again."""
+    for expert in _experts(weights):
+        made = {name: make(name, _raw(weights, expert)) for name, make in makers.items()}
+        release(expert)
+        for name in makers:
+            places.put(expert, name, made.pop(name))
 
 
 @attrs.define(eq=False)

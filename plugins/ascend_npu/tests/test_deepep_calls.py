@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from ascend_layers import A2, A3, manager, small, stored
-from moe_plugin_ascend import buffers, deepep, fuseep
-from moe_plugin_ascend.buffers import BufferKey, buffer_key
+from moe_plugin_ascend import deepep, deepep_buffers, fuseep
+from moe_plugin_ascend.deepep_buffers import BufferKey, buffer_key
 from moe_plugin_ascend.expert_ids import marked
 from recorder import VARIABLES, Recorder
 
@@ -27,7 +27,7 @@ GROUP = ExpertGroup(rank=0, size=2, process_group=cast(Any, object()))
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Recorder]]:
     made = type("Made", (Recorder,), {"seen": []})
-    registry = buffers.BufferRegistry(made)
+    registry = deepep_buffers.BufferRegistry(made)
     for module in (deepep, fuseep):
         monkeypatch.setattr(module, "BUFFERS", registry)
     for name in (*VARIABLES, "HCCL_BUFFSIZE", "DEEPEP_HCCL_BUFFSIZE"):
@@ -183,7 +183,7 @@ def test_threads_of_two_models_on_an_old_library(recorder: type[Recorder]) -> No
 
 def test_layers_of_one_geometry_share_a_buffer() -> None:
     made: list[BufferKey] = []
-    registry = buffers.BufferRegistry(lambda key: made.append(key) or key)
+    registry = deepep_buffers.BufferRegistry(lambda key: made.append(key) or key)
 
     def key(group: ExpertGroup = GROUP, **fields: Any) -> BufferKey:
         plan, _ = make_plan(manager(), small(a2a_backend="deepep", **fields), A3)
@@ -250,5 +250,5 @@ def test_a_library_without_the_second_fused_mode(recorder: type[Recorder]) -> No
     layer = small(quant=W8A8_INT8, intermediate_size=512, a2a_backend="ascend_fuseep")
     plan, _ = make_plan(manager(), layer, A3)
     weights = manager().process_weights(plan, stored(layer).raw((0, 1, 2), "cpu"), None)
-    with pytest.raises(PluginError, match="the installed deep_ep has no fuse_mode"):
+    with pytest.raises(PluginError, match=r"deep_ep .*fused_deep_moe: .*'topk_idx'.*build deep_ep"):
         manager().bind_experts(plan, plan.routes[0], weights, GROUP)

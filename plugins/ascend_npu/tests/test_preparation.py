@@ -20,8 +20,9 @@ pytestmark = pytest.mark.usefixtures("emulation")
 EXPERTS = 16
 
 
+@pytest.mark.parametrize("gives_back", [True, False])
 @pytest.mark.parametrize("scheme", [BF16, W8A8_INT8], ids=str)
-def test_one_expert_of_extra_memory_where_the_source_is_given_back(scheme: QuantScheme) -> None:
+def test_at_most_one_expert_of_extra_memory(scheme: QuantScheme, gives_back: bool) -> None:
     manager = BackendManager()
     manager.register("torch", torch_plugin)
     manager.register("ascend_npu", plugin)
@@ -37,7 +38,8 @@ def test_one_expert_of_extra_memory_where_the_source_is_given_back(scheme: Quant
         counted.given_back += expert
 
     with counted:
-        prepared = manager.process_weights(plan, RawWeights(tensors=tensors, release=release), None)
+        raw = RawWeights(tensors=tensors, release=release if gives_back else None)
+        prepared = manager.process_weights(plan, raw, None)
     kept = sum(tensor.data.nbytes for tensor in prepared.tensors.values())
     assert counted.live == kept
     assert kept > (EXPERTS - 1) * expert

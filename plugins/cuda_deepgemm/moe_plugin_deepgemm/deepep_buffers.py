@@ -16,9 +16,10 @@ import attrs
 import torch.distributed as dist
 
 from moe_core.errors import InputError, PluginError
+from moe_core.kernel_library import import_library
 from moe_core.payloads import ExpertGroup
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_deepgemm.deepep_library import library
+from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 from moe_plugin_deepgemm.nvshmem_settings import nvshmem_settings
 
 _LOW_LATENCY = "low_latency"
@@ -110,9 +111,7 @@ class BufferRegistry:
             InputError: The group has no process group.
             PluginError: The ranks are on several hosts, or others than those of a low-latency buffer that exists.
         """
-        ranks = group.process_group
-        if ranks is None:
-            raise InputError("dispatcher deepep needs ExpertGroup.process_group; this group has none")
+        ranks = group.require_process_group("dispatcher deepep")
         with self._lock:
             places = self._places.setdefault(ranks, {})
             if geometry not in places:
@@ -173,7 +172,7 @@ def _make(process_group: dist.ProcessGroup, geometry: Geometry) -> Any:
             f"dispatcher deepep is declared for the GPUs of one host, these ranks are on {', '.join(hosts)}; pin "
             "a2a_backend='torch_alltoall'"
         )
-    deep_ep, size = library(), dist.get_world_size(process_group)
+    deep_ep, size = import_library(DEEP_EP), dist.get_world_size(process_group)
     if geometry.mode != _LOW_LATENCY:
         num_bytes = _normal_bytes(deep_ep, size, geometry)
         return deep_ep.Buffer(group=process_group, num_nvl_bytes=num_bytes, explicitly_destroy=True)

@@ -12,11 +12,12 @@ from typing import Any
 import attrs
 
 from moe_core.errors import InputError
+from moe_core.kernel_library import require_keywords
 from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, MaskedTokens, SendFn, Tensor
 from moe_core.plan import MoEPlan, Route
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry
-from moe_plugin_deepgemm.deepep_library import checked
+from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 
 
 @attrs.define(eq=False)
@@ -58,7 +59,7 @@ class LowLatencyExchange:
         self._form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
         self._shared = BUFFERS.get(group, geometry)
         buffer = self._shared.buffer
-        self._dispatch = checked(
+        self._dispatch = require_keywords(
             buffer.low_latency_dispatch,
             "x",
             "topk_idx",
@@ -66,9 +67,10 @@ class LowLatencyExchange:
             "num_experts",
             *self._form,
             "return_recv_hook",
+            of=DEEP_EP,
         )
-        self._combine = checked(
-            buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", "return_recv_hook"
+        self._combine = require_keywords(
+            buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", "return_recv_hook", of=DEEP_EP
         )
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, Sent]:

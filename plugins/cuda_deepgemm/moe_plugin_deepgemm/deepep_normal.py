@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 import attrs
 
 from moe_core.errors import InputError
+from moe_core.kernel_library import require_keywords
 from moe_core.kernels import ops
 from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import TORCH_DTYPES, CombineFn, ContiguousTokens, DispatchFn, ExpertGroup, SendFn, Tensor
 from moe_core.plan import MoEPlan, Route
 from moe_core.specs import TokenDtype
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, normal_geometry
-from moe_plugin_deepgemm.deepep_library import checked
+from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 
 #: Rows, or rows and their scales.
 _Rows: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -60,8 +61,8 @@ class NormalExchange:
         self._wire = None if token_dtype.dtype in TORCH_DTYPES else as_rows
         self._shared = BUFFERS.get(group, normal_geometry(plan))
         buffer = self._shared.buffer
-        self._layout = checked(buffer.get_dispatch_layout, "topk_idx", "num_experts")
-        self._dispatch = checked(
+        self._layout = require_keywords(buffer.get_dispatch_layout, "topk_idx", "num_experts", of=DEEP_EP)
+        self._dispatch = require_keywords(
             buffer.dispatch,
             "x",
             "num_tokens_per_rank",
@@ -72,8 +73,9 @@ class NormalExchange:
             "topk_weights",
             "expert_alignment",
             "async_finish",
+            of=DEEP_EP,
         )
-        self._combine = checked(buffer.combine, "x", "handle")
+        self._combine = require_keywords(buffer.combine, "x", "handle", of=DEEP_EP)
 
     def dispatch(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor

@@ -15,7 +15,7 @@ from moe_plugin_deepgemm.machine import DEVICES, UNVERIFIED_ARCHS, VERIFIED_ARCH
 
 DEEP_EP = Requirement(
     module="deep_ep",
-    install="pip install tokenspeed-deepep, the build for your release of torch, or build DeepEP (https://github.com/deepseek-ai/DeepEP)",
+    install="pip install tokenspeed-deepep, the build for your release of torch, or build DeepEP 1.2.1 (https://github.com/deepseek-ai/DeepEP)",
 )
 
 _BF16, _FP8 = TokenDtype("bf16"), TokenDtype("fp8", "column_128")

@@ -26,7 +26,7 @@ from moe_core.payloads import (
 from moe_core.plan import MoEPlan, Route
 from moe_core.specs import RunnerSpec, TokenDtype
 from moe_plugin_deepgemm.library import GroupedGemm, grouped_gemm, require_row_alignment
-from moe_plugin_deepgemm.runners import ROW_ALIGNMENT, UE8M0
+from moe_plugin_deepgemm.runner_specs import ROW_ALIGNMENT, UE8M0
 from moe_plugin_deepgemm.weights import is_readable
 
 #: Rows of both operands, and channels, that share a scale: of fp32 scales as stored, and of packed ones, which have

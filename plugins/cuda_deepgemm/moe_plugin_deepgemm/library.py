@@ -6,11 +6,8 @@ keywords it takes, so that both are looked up in the one that is installed. Noth
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import inspect
-import io
 import os
 import re
 import shutil
@@ -22,6 +19,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from moe_core.errors import PluginError
+from moe_core.kernel_library import import_library
 from moe_plugin_deepgemm.machine import DEEP_GEMM
 
 #: A function of the library with every optional keyword in place; it writes into its argument `d`.
@@ -105,17 +103,7 @@ def deep_gemm() -> ModuleType:
         PluginError: No compiler, or an import that fails in whatever way: builds fit one release of torch.
     """
     require_compiler()
-    try:
-        # Some builds print what they miss.
-        with contextlib.redirect_stdout(io.StringIO()):
-            return importlib.import_module("deep_gemm")
-    except (Exception, SystemExit) as error:
-        import torch
-
-        raise PluginError(
-            f"deep_gemm cannot be imported beside torch {torch.__version__}: {type(error).__name__}: {error}; "
-            f"{DEEP_GEMM.install}"
-        ) from error
+    return import_library(DEEP_GEMM)
 
 
 def require_compiler() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from moe_core.errors import PluginError
 from moe_core.hookspecs import hookimpl
 from moe_core.specs import PluginSpec
-from moe_plugin_deepgemm.dispatchers import DISPATCHERS
-from moe_plugin_deepgemm.runners import LAYOUTS, RUNNERS
+from moe_plugin_deepgemm.deepep_specs import DISPATCHERS
+from moe_plugin_deepgemm.runner_specs import LAYOUTS, RUNNERS
 
 if TYPE_CHECKING:
     from moe_core.payloads import ExpertsFn, PreparedWeights, RawWeights

@@ -15,7 +15,7 @@ from moe_core.kernels.permute import max_rows
 from moe_core.plan import Route
 from moe_core.request import LayerRequest
 from moe_plugin_deepgemm.experts import DeepGemmExperts
-from moe_plugin_deepgemm.runners import ROW_ALIGNMENT
+from moe_plugin_deepgemm.runner_specs import ROW_ALIGNMENT
 
 #: What to expect of an expert is a number of rows: each one up to here, multiples of a tile beyond.
 _FEW_ROWS = 128

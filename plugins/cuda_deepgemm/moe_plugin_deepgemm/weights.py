@@ -9,7 +9,7 @@ from moe_core.backends.torch import weights as canonical
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_plugin_deepgemm.packed_scales import pack_block_scales
-from moe_plugin_deepgemm.runners import UE8M0
+from moe_plugin_deepgemm.runner_specs import UE8M0
 
 #: Bytes in which the library's bulk copies count.
 _ALIGNMENT = 16

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pickle
 
 from moe_plugin_deepgemm.plugin import declare_backends
-from moe_plugin_deepgemm.runners import LAYOUTS
+from moe_plugin_deepgemm.runner_specs import LAYOUTS
 
 
 def test_every_layout_has_its_module() -> None:

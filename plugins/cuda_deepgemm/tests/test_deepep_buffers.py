@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -17,11 +15,12 @@ import torch
 from deepep_layers import DECODE, build, install, plan_of, relative_error, small, stored, tokens_of
 from moe_plugin_deepgemm import deepep_buffers
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, BufferRegistry, Geometry, low_latency_geometry
-from moe_plugin_deepgemm.deepep_library import checked, library
+from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 from moe_plugin_deepgemm.nvshmem_settings import nvshmem_settings
 
 from moe_core import ExpertGroup, LayerRequest, Workload
 from moe_core.errors import InputError, PluginError
+from moe_core.kernel_library import require_keywords
 from moe_core.quant import BF16, FP8_BLOCK128
 from moe_core.testing.ranks import RankError, run_on_ranks
 
@@ -58,7 +57,7 @@ class FakeBuffer:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferRegistry]:
     """An empty one over the fake; the other rank of every group says what this one says."""
-    monkeypatch.setattr(deepep_buffers, "library", lambda: types.SimpleNamespace(Buffer=FakeBuffer))
+    monkeypatch.setattr(deepep_buffers, "import_library", lambda _: types.SimpleNamespace(Buffer=FakeBuffer))
     monkeypatch.setattr(deepep_buffers, "_every_rank", lambda group, mine: [mine, mine])
     fake = types.SimpleNamespace(
         ProcessGroup=object, get_world_size=lambda group: 2, get_process_group_ranks=lambda group: group.ranks
@@ -219,42 +218,14 @@ def test_blocks_are_whole_tiles(ranks: int, runner: str, tokens: int, capacity: 
 # --- the library ---
 
 
-@pytest.mark.error_path
-def test_a_signature_that_lacks_something_is_refused() -> None:
-    def older(x: Any, handle: Any) -> None: ...
-
-    def newer(x: Any, handle: Any, scale: Any) -> None: ...
-
-    assert checked(older, "x", "handle") is older
-    with pytest.raises(PluginError, match=r"Buffer\.older: .*'return_recv_hook'"):
-        checked(older, "x", "handle", "return_recv_hook")
-    with pytest.raises(PluginError, match=r"Buffer\.newer: .*'scale'"):
-        checked(newer, "x", "handle")
-
-
-@pytest.mark.error_path
-@pytest.mark.parametrize(
-    "error", ["ImportError: libnvshmem_host.so.3", "AssertionError: no toolkit", "OSError: symbol"]
-)
-def test_a_library_that_cannot_be_imported_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
-) -> None:
-    name, _, text = error.partition(": ")
-    (tmp_path / "deep_ep.py").write_text(f"raise {name}({text!r})\n")
-    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PluginError, match=f"deep_ep .*cannot be imported: {error}; install a build for torch"):
-        library()
-
-
 def test_the_vendors_signatures_take_what_is_passed(deep_ep_vendor: Any) -> None:
     """And no more; ranks that exchange through it are in the tests of the ranks."""
     buffer = deep_ep_vendor.Buffer
     assert buffer.get_low_latency_rdma_size_hint(1024, 6144, 8, 256) == 13_086_230_656
     names = ("self", "x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts")
-    assert checked(buffer.low_latency_dispatch, *names) is buffer.low_latency_dispatch
+    assert require_keywords(buffer.low_latency_dispatch, *names, of=DEEP_EP) is buffer.low_latency_dispatch
     with pytest.raises(PluginError, match="use_nvfp4"):
-        checked(buffer.low_latency_dispatch, *names, "use_nvfp4")
+        require_keywords(buffer.low_latency_dispatch, *names, "use_nvfp4", of=DEEP_EP)
 
 
 # --- on ranks ---

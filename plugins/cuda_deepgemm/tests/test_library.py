@@ -78,20 +78,6 @@ def test_a_keyword_that_went_and_one_that_came(installed: Any) -> None:
 
 
 @pytest.mark.error_path
-def test_a_library_that_does_not_load(
-    installed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(name: str) -> None:
-        print("a line that nobody asked for")
-        raise AssertionError("no toolkit")
-
-    monkeypatch.setattr(library.importlib, "import_module", broken)
-    with pytest.raises(PluginError, match=r"cannot be imported beside torch .*AssertionError: no toolkit; pip install"):
-        library.deep_gemm()
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.error_path
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(PluginError, match=r"compiles its kernels with nvcc, and .*/bin/nvcc does not exist; install"):
@@ -142,4 +128,5 @@ def test_vendors_refuse_what_they_do_not_know(vendor: Any) -> None:
 
 
 def test_the_present_library_is_the_emulated_one() -> None:
-    assert library.deep_gemm() is emulated_deep_gemm.install()
+    emulated = emulated_deep_gemm.install()
+    assert library.deep_gemm() is emulated

@@ -27,6 +27,27 @@ from wrong_numbers import (
     wide_output,
     wide_rows,
 )
+from wrong_routing import (
+    Routed,
+    as_if_contiguous,
+    as_if_rows,
+    dense,
+    dividing_row,
+    first_block_row,
+    in_a_byte,
+    last_for_none,
+    masked_in_place,
+    needs_a_token,
+    nothing_to_do,
+    once_per_row,
+    one_tile,
+    one_token_alone,
+    squeezed,
+    through_fp16,
+    up_to_missing,
+    where_positive,
+    with_capacity,
+)
 
 from moe_core.activation import ActivationSpec
 from moe_core.payloads import PreparedTensor, PreparedWeights
@@ -45,59 +66,11 @@ class Fake:
         return toy.make_plugin(name, self.parts())
 
 
-# --- routing -------------------------------------------------------------------------------------------------------
-
-
-def last_for_none(tokens: Any, row: Any) -> Tensor:
-    return toy.standard(attrs.evolve(tokens, topk_ids=tokens.topk_ids % 5), row)
-
-
-def dense(tokens: Any, row: Any) -> Tensor:
-    """Every expert for every token, times a zero weight for those that were not chosen."""
-    out = torch.zeros(tokens.hidden_states.shape, dtype=torch.float32)
-    for token, expert in itertools.product(range(len(out)), range(5)):
-        weight = (tokens.topk_weights[token].float() * (tokens.topk_ids[token] == expert)).sum()
-        x = tokens.hidden_states[token] if weight != 0 else torch.ones_like(tokens.hidden_states[token])
-        out[token] += row(x, expert) * weight
-    return out.to(tokens.hidden_states.dtype)
-
-
-def with_capacity(tokens: Any, row: Any) -> Tensor:
-    """Drops what an expert gets beyond five rows."""
-    ids = tokens.topk_ids.clone()
-    for expert in range(5):
-        for token, slot in (ids == expert).nonzero().tolist()[5:]:
-            ids[token, slot] = -1
-    return toy.standard(attrs.evolve(tokens, topk_ids=ids), row)
-
-
-def needs_a_token(tokens: Any, row: Any) -> Tensor:
-    largest = int(tokens.topk_ids.max())
-    return toy.standard(tokens, row) if largest >= -1 else tokens.hidden_states
-
-
-def once_per_row(tokens: Any, row: Any) -> Tensor:
-    ids = tokens.topk_ids.clone()
-    for slot in range(1, ids.shape[1]):
-        ids[(ids[:, slot, None] == ids[:, :slot]).any(1), slot] = -1
-    return toy.standard(attrs.evolve(tokens, topk_ids=ids), row)
-
-
-def one_tile(tokens: Any, row: Any) -> Tensor:
-    """Computes at most eight rows of an expert."""
-    return toy.contiguous(attrs.evolve(tokens, num_tokens_per_expert=tokens.num_tokens_per_expert.clamp(max=8)), row)
-
-
-def as_if_contiguous(tokens: Any, row: Any) -> Tensor:
-    ids = tokens.topk_ids
-    return toy.standard(attrs.evolve(tokens, topk_ids=ids.as_strided(ids.shape, (ids.shape[1], 1))), row)
+# --- dispatch ------------------------------------------------------------------------------------------------------
 
 
 def trusting_dispatch(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
     return toy.group_rows(hidden, ids, weights, plan.request.local_slots(group.rank), toy.ALIGNMENT)
-
-
-# --- dispatch ------------------------------------------------------------------------------------------------------
 
 
 def dense_groups(plan: Any, group: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Any:
@@ -303,6 +276,9 @@ FAKES = {
     ),
     "transposed_w2": Fake("answer", "w2 is read as transposed", _format("standard", expert_row=transposed_row)),
     "weights_twice": Fake("router_weights", "applied twice", _format("standard", standard=weighted_twice)),
+    "drops_weights_below_zero": Fake("router_weights", "below zero", _format("standard", standard=where_positive)),
+    "rows_in_fp16": Fake("value_range", "512 times as large", _format("standard", standard=through_fp16)),
+    "divides_by_zero": Fake("value_range", "token of zeros", _format("standard", expert_row=dividing_row)),
     "no_biases": Fake("features", "biases are ignored", _format("masked", expert_row=unbiased_row)),
     "exact_activations": Fake(
         "activation_rounding", "not rounded to int8", _format("standard", scheme=W8A8_INT8, expert_row=exact_row)
@@ -319,11 +295,18 @@ FAKES = {
     "minus_one_is_last": Fake(
         "missing_experts", "-1 is read as the last expert", _format("standard", standard=last_for_none)
     ),
+    "ends_at_minus_one": Fake("missing_experts", "-1 before others", _format("standard", standard=up_to_missing)),
+    "one_token_ignores_minus_one": Fake(
+        "missing_experts", "one token with id -1 in slot 1", _format("standard", standard=one_token_alone)
+    ),
+    "returns_its_input": Fake("missing_experts", "none with an expert", _format("standard", standard=nothing_to_do)),
     "dense_experts": Fake("idle_experts", "NaN or infinity", _format("standard", standard=dense)),
     "capacity": Fake("one_expert", "relative error", _format("standard", standard=with_capacity)),
     "needs_a_token": Fake("no_tokens", "max()", _format("standard", standard=needs_a_token)),
     "ids_as_a_set": Fake("repeated_ids", "counts once", _format("standard", standard=once_per_row)),
     "one_tile": Fake("row_counts", "9 rows for one expert", _format("contiguous", contiguous=one_tile)),
+    "sorts_once_per_size": Fake("batch_sizes", "batch number 3", lambda: Parts(standard=Routed().standard)),
+    "assumes_contiguous_rows": Fake("id_layouts", "lie transposed", _format("standard", standard=as_if_rows)),
     "assumes_contiguous_ids": Fake(
         "id_layouts", "a slice of a wider tensor", _format("standard", standard=as_if_contiguous)
     ),
@@ -347,9 +330,13 @@ FAKES = {
         "uninitialised_memory", "uninitialised memory", _format("standard", standard=trusting_memory)
     ),
     "writes_to_its_input": Fake("inputs", "wrote to its inputs hidden_states", _format("standard", standard=in_place)),
+    "masks_in_place": Fake("inputs", "its inputs topk_weights", _format("standard", standard=masked_in_place)),
     "reuses_its_output": Fake("inputs", "a buffer that is used again", lambda: Parts(standard=OneBuffer().standard)),
     "seeds_torch": Fake("process_state", "get_rng_state", _format("standard", bind=seeding)),
     "whole_blocks_only": Fake("odd_sizes", "H 17", _format("standard", expert_row=sixteenths_row)),
+    "one_block_only": Fake("odd_sizes", "H 521", _format("standard", expert_row=first_block_row)),
+    "squeezes_one_slot": Fake("odd_sizes", "K 1,", _format("standard", standard=squeezed)),
+    "ids_in_a_byte": Fake("odd_sizes", "E 257", _format("standard", standard=in_a_byte)),
     "batch_dependent": Fake("batch_invariance", "other bits", _format("standard", standard=batch_dependent)),
     "moody_combine": Fake("repeatability", "give different bits", lambda: Parts("contiguous", combine=Moody().combine)),
     "unaligned_groups": Fake("dispatched_form", "the plan aligns to 4", _format("contiguous", dispatch=dense_groups)),

@@ -7,7 +7,7 @@ import time
 from typing import Any, ClassVar
 
 import torch
-from moe_plugin_ascend.buffers import BufferKey
+from moe_plugin_ascend.deepep_buffers import BufferKey
 
 VARIABLES = ("DEEP_NORMAL_MODE_USE_INT8_QUANT", "MOE_ENABLE_TOPK_NEG_ONE")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from moe_plugin_deepgemm import plugin
-from moe_plugin_deepgemm.dispatchers import DISPATCHERS
+from moe_plugin_deepgemm.deepep_specs import DISPATCHERS
 from moe_plugin_deepgemm.plugin import process_weights_after_loading
 
 from moe_core.hookspecs import hookimpl

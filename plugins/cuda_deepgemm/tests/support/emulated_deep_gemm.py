@@ -89,23 +89,37 @@ def bf16_masked(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: i
 def _spread(scales: Tensor, rows: int, columns: int, row_group: int) -> Tensor:
     """fp32 scales of blocks, or packed exponents of rows, as fp32 for every element."""
     if scales.dtype == torch.int32:
-        aligned = -(-scales.shape[-2] // 4) * 4
-        _require(scales.stride(-2) == 1 and scales.stride(-1) == aligned, "packed scales lie along the rows, aligned")
         exponents = (scales[..., None] >> torch.tensor([0, 8, 16, 24])) & 0xFF
         scales = torch.exp2(exponents.flatten(-2).float() - 127)
-    _require(scales.dtype == torch.float32, "scales are fp32 or packed")
-    _require(scales.shape[-2] == -(-rows // row_group), "scales have a row for each group of rows")
-    spread = scales.repeat_interleave(row_group, -2).repeat_interleave(TILE, -1)
-    _require(spread.shape[-1] >= columns, "scales have a column for each group of 128 channels")
-    return spread[..., :rows, :columns]
+    return scales.repeat_interleave(row_group, -2).repeat_interleave(TILE, -1)[..., :rows, :columns]
 
 
-def _dequantized(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, recipe: Any) -> tuple[Tensor, Tensor]:
-    _require(a.dtype == b.dtype == torch.float8_e4m3fn, "a and b are e4m3")
-    packed = a_sf.dtype == torch.int32
-    _require(tuple(recipe or (1, 1 if packed else 128, 128)) == (1, 1 if packed else 128, 128), "the recipe")
-    left = a.float() * _spread(a_sf, a.shape[-2], a.shape[-1], 1)
-    return left, b.float() * _spread(b_sf, b.shape[-2], b.shape[-1], 1 if packed else TILE)
+def _check_scales(codes: Tensor, scales: Tensor, row_group: int) -> None:
+    _require(codes.dtype == torch.float8_e4m3fn, "a and b are e4m3")
+    _require(scales.dtype in (torch.float32, torch.int32), "scales are fp32 or packed")
+    _require(scales.shape[-2] == -(-codes.shape[-2] // row_group), "scales have a row for each group of rows")
+    packed = scales.dtype == torch.int32
+    columns = scales.shape[-1] * TILE * (4 if packed else 1)
+    _require(columns >= codes.shape[-1], "scales have a column for each group of 128 channels")
+    aligned = -(-scales.shape[-2] // 4) * 4
+    _require(
+        not packed or (scales.stride(-2) == 1 and scales.stride(-1) == aligned),
+        "packed scales lie along the rows, aligned",
+    )
+
+
+def _product(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, recipe: Any) -> Callable[..., Tensor]:
+    """Rows times the matrix of a group; only what is multiplied becomes fp32, since blocks are mostly empty."""
+    b_rows = 1 if a_sf.dtype == torch.int32 else TILE
+    _require(tuple(recipe or (1, b_rows, TILE)) == (1, b_rows, TILE), "the recipe")
+    _check_scales(a, a_sf, 1)
+    _check_scales(b, b_sf, b_rows)
+
+    def product(rows: Any, group: int) -> Tensor:
+        left, right = a[rows].float(), b[group].float()
+        return (left * _spread(a_sf[rows], *left.shape, 1)) @ (right * _spread(b_sf[group], *right.shape, b_rows)).T
+
+    return product
 
 
 def fp8_contiguous(
@@ -113,8 +127,7 @@ def fp8_contiguous(
 ) -> None:
     """fp8 rows grouped by expert, each operand with its scales."""
     _check(a, b, d)
-    left, right = _dequantized(a, a_sf, b, b_sf, recipe)
-    _contiguous(left, right, d, layout, lambda rows, group: left[rows] @ right[group].T)
+    _contiguous(a, b, d, layout, _product(a, a_sf, b, b_sf, recipe))
 
 
 def fp8_masked(
@@ -129,8 +142,7 @@ def fp8_masked(
 ) -> None:
     """fp8 blocks of rows."""
     _check(a, b, d)
-    left, right = _dequantized(a, a_sf, b, b_sf, recipe)
-    _masked(left, d, masked_m, expected_m, lambda rows, group: left[rows] @ right[group].T)
+    _masked(a, d, masked_m, expected_m, _product(a, a_sf, b, b_sf, recipe))
 
 
 #: Kernels are operators of torch, so that what they read on the host is their own business, as on a device.

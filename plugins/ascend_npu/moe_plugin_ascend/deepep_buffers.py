@@ -15,8 +15,10 @@ import attrs
 import torch.distributed as dist
 
 from moe_core.errors import InputError
+from moe_core.kernel_library import import_library
 from moe_core.payloads import ExpertGroup
 from moe_core.plan import MoEPlan, Route
+from moe_plugin_ascend.deepep_specs import DEEP_EP
 from moe_plugin_ascend.operators import has_npu
 
 
@@ -48,13 +50,11 @@ def buffer_key(plan: MoEPlan, route: Route, group: ExpertGroup, mode: str) -> Bu
         InputError: The group has no process group to send through, or the workload no bound on its tokens.
     """
     part = route.dispatcher or route.runner
-    if group.process_group is None:
-        raise InputError(f"{part.full_name} needs ExpertGroup.process_group; this group has none")
     if route.max_tokens is None:
         raise InputError(f"{part.full_name} needs a bound on the tokens of a rank; declare Workload(max_tokens=...)")
     request = plan.request
     return BufferKey(
-        process_group=group.process_group,
+        process_group=group.require_process_group(part.full_name),
         mode=mode,
         hidden_size=request.hidden_size,
         num_experts=request.max_local_experts * request.ep_size,
@@ -95,8 +95,8 @@ class BufferRegistry:
 
 
 def library() -> Any:
-    """Ascend's `deep_ep` where an NPU is, else its emulation."""
-    return importlib.import_module("deep_ep" if has_npu() else "moe_plugin_ascend.emulation.deep_ep")
+    """Ascend's `deep_ep` where an NPU is, else its emulation; raises `PluginError` where it cannot be imported."""
+    return import_library(DEEP_EP) if has_npu() else importlib.import_module("moe_plugin_ascend.emulation.deep_ep")
 
 
 def _make(key: BufferKey) -> Any:
