@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moe_core.request import LayerRequest, Workload
     from moe_core.resolver import resolve
 
+    __version__: str
+
 _HOMES = {
     "ActivationSpec": "activation",
     "BackendManager": "manager",
@@ -65,10 +67,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module (PEP 562)."""
+    """Load a public name from its module (PEP 562), and the version from the installed distribution."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'moe_core' has no attribute {name!r}")
     return getattr(importlib.import_module(f"moe_core.{_HOMES[name]}"), name)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("moe-core")
+    except metadata.PackageNotFoundError as error:
+        raise AttributeError("moe-core is not installed, so that it has no version") from error
 
 
 def __dir__() -> list[str]:

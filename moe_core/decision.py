@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from moe_core.environment import Environment
+from moe_core.explanation import explanation_lines
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
 from moe_core.vocabulary import REASON_CODES, one_of
@@ -85,12 +86,26 @@ class DtypeChoice:
 
 @attrs.frozen(kw_only=True)
 class Ranked:
-    """A feasible candidate, what put it in its place (see `ranking`), its dispatch dtype, its time if one counted."""
+    """A feasible candidate in its place.
+
+    Attributes:
+        candidate: Which.
+        because: What sets it apart from the next one, of the last from the one before; see `ranking`.
+        dtype: Its dispatch dtype.
+        microseconds: Its time, None if none counted.
+        provenance: Which measurement that is, "" if none counted.
+    """
 
     candidate: Candidate
     because: str
     dtype: DtypeChoice
     microseconds: float | None = None
+    provenance: str = ""
+
+    @property
+    def short_because(self) -> str:
+        """`because` without where a time comes from."""
+        return self.because.replace(self.provenance, self.provenance.partition(" (")[0])
 
 
 @attrs.frozen(kw_only=True)
@@ -103,6 +118,8 @@ class WorkloadDecision:
         specs: Every declared spec alone.
         pairs: Pairs of those that passed.
         ranked: What can run, best first; empty if nothing fits.
+        unshared: What fits too, but lacks what all workloads must share; a note says what that is.
+        outranked_by: The shared trait for which the first by rank had to give way, "" if it did not.
         fallback: Which pins were dropped and why, "" if none was.
         notes: What else narrowed the choice.
     """
@@ -111,6 +128,8 @@ class WorkloadDecision:
     specs: tuple[SpecReport, ...]
     pairs: tuple[PairReport, ...]
     ranked: tuple[Ranked, ...] = ()
+    unshared: tuple[Candidate, ...] = ()
+    outranked_by: str = ""
     fallback: str = ""
     notes: tuple[str, ...] = ()
     min_tokens: int = 1
@@ -200,9 +219,13 @@ class Decision:
             "workloads": [_workload_json(workload) for workload in self.workloads],
         }
 
-    def explain(self) -> str:
-        """Both stages of every workload as plain text, one line per reason."""
-        return "\n".join(_lines(self))
+    def explain(self, *, full: bool = False) -> str:
+        """As plain text what runs, why, what else fits in order, and what does not, folded.
+
+        Args:
+            full: Instead of folding, every spec and then every pair with each reason against it.
+        """
+        return "\n".join(explanation_lines(self, full=full))
 
 
 def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
@@ -236,43 +259,3 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
         "fallback": decision.fallback,
         "notes": list(decision.notes),
     }
-
-
-def _lines(decision: Decision) -> Iterator[str]:
-    environment = decision.environment
-    arch = f" {environment.arch}" if environment.arch else ""
-    yield f"environment: {environment.device_type}{arch} ({environment.source})"
-    for plugin in decision.plugins:
-        if plugin.error:
-            yield f"plugin {plugin.name}: {plugin.status}: {plugin.error}"
-    yield from (f"measurements: {line}" for line in decision.measurements)
-    for workload, is_new in decision.sections():
-        yield from _workload_lines(workload, is_new)
-    yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
-
-
-def _workload_lines(decision: WorkloadDecision, is_new: bool) -> Iterator[str]:
-    if is_new:
-        yield f"workload {decision.workload.phase}: each spec alone"
-        for spec in decision.specs:
-            yield from _verdict(spec.declared.full_name, spec.reasons)
-        yield f"workload {decision.workload.phase}: pairs of those that passed"
-        for pair in decision.joined:
-            yield from _verdict(pair.candidate.full_name, pair.reasons)
-        if decision.num_unjoined:
-            yield f"  {decision.num_unjoined} more: their formats differ"
-    yield f"workload {decision.title}: order of those that fit"
-    for place, ranked in enumerate(decision.ranked, start=1):
-        dtype = ranked.dtype
-        adjusted = f", asked for {dtype.requested}" if dtype.requested else ""
-        chosen = f"{dtype.token_dtype} by {dtype.rule}{adjusted}"
-        yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {chosen}"
-        yield from (f"     note: {note}" for note in dtype.notes)
-    if decision.fallback:
-        yield f"  note: {decision.fallback}"
-    yield from (f"  note: {note}" for note in decision.notes)
-
-
-def _verdict(name: str, reasons: tuple[Reason, ...]) -> Iterator[str]:
-    yield f"  {name}: {'no' if reasons else 'yes'}"
-    yield from (f"    {reason}" for reason in reasons)

@@ -71,7 +71,7 @@ def _pinned(request: LayerRequest, device_type: str, options: tuple[TokenDtype, 
         hint = f"pin {' or '.join(dict.fromkeys(token.dtype for token in options))}, or none"
         return Reason("dispatch-dtype", f"pinned {pin}", f"only {_listed(options)} can be sent and read", hint)
     if request.strict:
-        hint = f"pin {other.dtype}, or leave strict off"
+        hint = f"pin {other.dtype}, or leave strict=True out"
         return Reason("dispatch-dtype", f"pinned {pin}", f"{device_type} uses {other} instead", hint)
     note = f"pinned {pin} is {other.dtype} on {device_type}"
     return DtypeChoice(token_dtype=other, rule="pin", requested=pin, notes=(*ignored, note))

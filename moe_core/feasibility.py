@@ -91,7 +91,7 @@ def pin_reasons(candidate: Candidate, pins: Pins) -> tuple[Reason, ...]:
 def _excluded(declared: DeclaredDispatcher | DeclaredRunner, request: LayerRequest) -> Iterator[Reason]:
     for name in request.exclude:
         if belongs_to(name, declared):
-            yield Reason("excluded", "not to be excluded", f"exclude={name!r}", "take it out of exclude")
+            yield Reason("excluded", "not to be excluded", f"exclude={name!r}", f"leave exclude={name!r} out")
 
 
 def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Environment) -> Iterator[Reason]:

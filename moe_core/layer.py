@@ -140,9 +140,9 @@ class MoELayer(torch.nn.Module):
             raise WeightsError("this layer has no weights yet; call load_weights first")
         return bound(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
 
-    def explain(self) -> str:
-        """The plan and everything that was considered for it, as text."""
-        return f"{self.plan}\n{self.decision.explain()}"
+    def explain(self, *, full: bool = False) -> str:
+        """The plan, and what was considered for it as text; `full` as in `Decision.explain`."""
+        return f"{self.plan}\n{self.decision.explain(full=full)}"
 
     def extra_repr(self) -> str:
         """The routes, for `print(model)`."""

@@ -11,13 +11,14 @@ from moe_core import dispatch_dtype
 from moe_core.decision import Decision, DtypeChoice, Ranked, WorkloadDecision
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, ResolutionError, UnknownNameError
+from moe_core.explanation import refusal
 from moe_core.manager import BackendManager
 from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.plan import MoEPlan, Route
 from moe_core.ranking import is_users_order
 from moe_core.request import LayerRequest, Pins, Workload
-from moe_core.resolver import relevant_reasons, resolve
+from moe_core.resolver import resolve
 from moe_core.vocabulary import ANY
 
 
@@ -105,7 +106,7 @@ def _plan(
     """The plan, its decision, and how it deviates from what was asked for."""
     decision = decide(manager, request, environment, measurements)
     if not decision.is_feasible:
-        raise ResolutionError(_refusal(manager, decision), decision)
+        raise ResolutionError(refusal(decision, _alternatives(manager, decision)), decision)
     routes: list[Route] = []
     deviations: list[str] = []
     notes: list[str] = []
@@ -199,29 +200,12 @@ def _row_alignment(ranked: Ranked) -> int:
     return (dispatcher.spec.row_alignment if dispatcher else 0) or ranked.candidate.runner.spec.row_alignment
 
 
-def _refusal(manager: BackendManager, decision: Decision) -> str:
-    """What was asked, what is missing, and what would run instead: one line per reason."""
-    request, environment = decision.request, decision.environment
-    machine = f"{environment.device_type} {environment.arch}".strip()
-    title = f"no backend combination fits this layer on {machine}: {decision.error}"
-    lines = [title, f"  asked: {request.quant}, {request.dtype}, {request.activation}, ep {request.ep_size}"]
-    for workload in decision.workloads:
-        if not workload.ranked:
-            pins = request.pins(workload.workload)
-            lines.append(f"  workload {workload.workload.phase}, {pins}:")
-            lines += [f"    {line}" for line in relevant_reasons(pins, workload)]
-    lines += [f"  plugin {plugin.name} {plugin.status}: {plugin.error}" for plugin in decision.plugins if plugin.error]
-    if any(request.pins(workload.workload) != Pins() for workload in decision.workloads):
-        alternatives = _alternatives(manager, decision)
-        lines.append(f"  would run without the pins: {alternatives or 'nothing'}")
-        if alternatives:
-            lines.append("  change what a line names, or leave the pins out")
-            lines.append("  LayerRequest(allow_fallback=True) lets another combination serve")
-    return "\n".join(lines)
-
-
-def _alternatives(manager: BackendManager, decision: Decision) -> str:
-    free = attrs.evolve(decision.request, a2a_backend=None, runner_backend=None, dispatch_dtype=None)
+def _alternatives(manager: BackendManager, decision: Decision) -> list[str]:
+    """What would run if nothing were pinned, best first."""
+    request = decision.request
+    if all(request.pins(workload.workload) == Pins() for workload in decision.workloads):
+        return []
+    free = attrs.evolve(request, a2a_backend=None, runner_backend=None, dispatch_dtype=None)
     free = attrs.evolve(free, workloads=[attrs.evolve(w, a2a_backend=None) for w in free.workloads])
     resolved = resolve(manager.specs(), free, decision.environment)
-    return ", ".join(dict.fromkeys(r.candidate.full_name for w in resolved.workloads for r in w.ranked))
+    return list(dict.fromkeys(r.candidate.full_name for w in resolved.workloads for r in w.ranked))

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import attrs
+
 from moe_core.decision import DtypeChoice, Ranked
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable
@@ -55,15 +57,27 @@ def rank(
         for (place, candidate, dtype), time in zip(by_tier, found, strict=True)
     ]
     ordered = sorted(timed, key=lambda entry: entry[0])
-    places = [place for place, *_ in ordered]
-    return tuple(
+    ranked = (
         Ranked(
             candidate=candidate,
-            because=_because(index, places, provenance),
+            because="",
             dtype=dtype,
             microseconds=place.microseconds if provenance else None,
+            provenance=provenance,
         )
-        for index, (place, candidate, dtype, provenance) in enumerate(ordered)
+        for place, candidate, dtype, provenance in ordered
+    )
+    return set_apart(tuple(ranked), request)
+
+
+def set_apart(ranked: Sequence[Ranked], request: LayerRequest) -> tuple[Ranked, ...]:
+    """The same order, each entry with what sets it apart from its neighbour here; for an order that lost entries."""
+    places = [
+        _place(entry.candidate, request)._replace(microseconds=_infinite_if_none(entry.microseconds))
+        for entry in ranked
+    ]
+    return tuple(
+        attrs.evolve(entry, because=_because(index, places, entry.provenance)) for index, entry in enumerate(ranked)
     )
 
 
@@ -84,6 +98,10 @@ def _place(candidate: Candidate, request: LayerRequest) -> _Place:
     parts = (candidate.runner, candidate.dispatcher)
     waits = not all(part.spec.graph_safe for part in parts if part is not None)
     return _Place(_preference(candidate, request), math.inf, tier, permutes, waits, candidate.full_name)
+
+
+def _infinite_if_none(microseconds: float | None) -> float:
+    return math.inf if microseconds is None else microseconds
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:

@@ -22,16 +22,19 @@ from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError
 from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
 from moe_core.measurements import MeasurementTable
+from moe_core.misses import Misses, relevant
 from moe_core.names import check_names
 from moe_core.ranking import rank
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.sharing import in_step
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, Requirement, answers_to
+from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, Requirement
 from moe_core.token_ranges import lanes_of, ranges_of
 
 _Declared = DeclaredDispatcher | DeclaredRunner
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
 _DROPPED_FIRST = ("dispatch_dtype", "runner", "a2a")
+#: Most reasons that a fallback names; the decision has all.
+_FEW_REASONS = 3
 
 
 def resolve(
@@ -135,11 +138,15 @@ def _decide(
     decision = with_pins(pins)
     if decision.ranked or not request.allow_fallback:
         return decision
+    misses = Misses.of(request, [relevant(pins, decision)]).nearest
+    first = [miss.texts[0] for miss in misses][:_FEW_REASONS]
+    left = sum(len(miss.texts) for miss in misses) - len(first)
+    against = "; ".join([*first, *([f"and {left} more reasons"] if left else [])])
+    against = against or "nothing that was pinned can run here"
     for fewer in _fewer_pins(pins):
         relaxed = with_pins(fewer)
         if relaxed.ranked:
-            because = "; ".join(relevant_reasons(pins, decision)) or "nothing that was pinned can run here"
-            return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {because}")
+            return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {against}")
     return decision
 
 
@@ -176,29 +183,3 @@ def _report_pair(
     if isinstance(dtype, Reason):
         return PairReport(candidate=candidate, reasons=(*reasons, dtype), token_dtypes=options), None
     return PairReport(candidate=candidate, reasons=reasons, token_dtypes=options), None if reasons else dtype
-
-
-def relevant_reasons(pins: Pins, decision: WorkloadDecision) -> list[str]:
-    """Reasons against what the pins name; against everything of a kind that is not pinned only where that is fine."""
-    rejected = [spec for spec in decision.specs if spec.reasons]
-    named = [spec for spec in rejected if _is_named(pins, spec.declared)]
-    free = [spec for spec in rejected if _pin_of(pins, spec.declared) is None]
-    lines = [f"{spec.declared.full_name}: {reason}" for spec in named or free for reason in spec.reasons]
-    pinned = [pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons)]
-    joined = [pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons)]
-    for pair in joined or pinned or (() if lines else decision.pairs):
-        lines += [f"{pair.candidate.full_name}: {reason}" for reason in pair.reasons]
-    return lines
-
-
-def _pin_of(pins: Pins, declared: _Declared) -> str | None:
-    return pins.runner if isinstance(declared, DeclaredRunner) else pins.a2a
-
-
-def _is_named(pins: Pins, declared: _Declared) -> bool:
-    pin = _pin_of(pins, declared)
-    return (pin is not None and answers_to(pin, declared)) or _is_fused_of(pins, declared)
-
-
-def _is_fused_of(pins: Pins, declared: _Declared) -> bool:
-    return isinstance(declared, DeclaredRunner) and pins.a2a is not None and declared.spec.a2a == pins.a2a

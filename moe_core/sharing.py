@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from moe_core.decision import Ranked, Reason, WorkloadDecision
+from moe_core.ranking import set_apart
 from moe_core.request import LayerRequest
 
 
@@ -20,17 +21,16 @@ def in_step(request: LayerRequest, workloads: list[WorkloadDecision]) -> tuple[l
     def combination(entry: Ranked) -> str:
         return f"{entry.candidate.full_name} ({entry.dtype.token_dtype})"
 
-    # What the user prefers is above what was measured.
-    by_time = not request.prefer
-    workloads, reason = _share(workloads, layout, "weight-layout", "one weight layout for all workloads", by_time)
+    needs = "one weight layout for all workloads"
+    workloads, reason = _share(request, workloads, layout, "weight-layout", needs)
     if reason is None and request.deterministic:
         needs = "one combination for all workloads of a deterministic layer"
-        workloads, reason = _share(workloads, combination, "determinism", needs, by_time)
+        workloads, reason = _share(request, workloads, combination, "determinism", needs)
     return workloads, reason
 
 
 def _share(
-    workloads: list[WorkloadDecision], trait: Callable[[Ranked], str], code: str, needs: str, by_time: bool
+    request: LayerRequest, workloads: list[WorkloadDecision], trait: Callable[[Ranked], str], code: str, needs: str
 ) -> tuple[list[WorkloadDecision], Reason | None]:
     """Narrow every workload to the trait that costs least over all of them, in whatever order they stand.
 
@@ -41,13 +41,15 @@ def _share(
     if not shared:
         found = "; ".join(f"{d.workload.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
         return workloads, Reason(code, needs, found, "pin or prefer backends that have it in common")
-    costs = [_costs(decision.ranked if by_time else (), trait) for decision in workloads]
+    # What the user prefers is above what was measured.
+    costs = [_costs(() if request.prefer else decision.ranked, trait) for decision in workloads]
 
     def order(value: str) -> tuple[float, int, str]:
         return sum(cost.get(value, math.inf) for cost in costs if cost), sum(place[value] for place in places), value
 
     best = min(shared, key=order)
-    return [_only(decision, trait, best, code) for decision in workloads], None
+    kept = ([entry for entry in decision.ranked if trait(entry) == best] for decision in workloads)
+    return [_only(d, k, f"{code}: {best}", request) for d, k in zip(workloads, kept, strict=True)], None
 
 
 def _places(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, int]:
@@ -66,10 +68,23 @@ def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[s
     return {value: math.log(time / min(times.values())) for value, time in times.items()}
 
 
-def _only(decision: WorkloadDecision, trait: Callable[[Ranked], str], value: str, code: str) -> WorkloadDecision:
-    kept = tuple(entry for entry in decision.ranked if trait(entry) == value)
+def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, request: LayerRequest) -> WorkloadDecision:
+    """The decision with the entries that have what is shared."""
     if len(kept) == len(decision.ranked):
         return decision
-    dropped = ", ".join(entry.candidate.full_name for entry in decision.ranked if trait(entry) != value)
-    note = f"{code}: {value} serves all workloads; not used: {dropped}"
-    return attrs.evolve(decision, ranked=kept, notes=(*decision.notes, note))
+    left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
+    is_outranked = decision.ranked[0] not in kept
+    ranked = set_apart(kept, request)
+    if not is_outranked:
+        # It was first before, for the reason that it had then.
+        ranked = (decision.ranked[0], *ranked[1:])
+    place = ", first by rank" if is_outranked else ""
+    more = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+    note = f"{shared} serves all workloads; not used: {left_out[0].full_name}{place}{more}"
+    return attrs.evolve(
+        decision,
+        ranked=ranked,
+        unshared=(*decision.unshared, *left_out),
+        outranked_by=shared if is_outranked else decision.outranked_by,
+        notes=(*decision.notes, note),
+    )

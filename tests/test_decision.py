@@ -55,11 +55,21 @@ def test_for_programs(decision) -> None:  # type: ignore[no-untyped-def]
 def test_for_people() -> None:
     lines = FEASIBLE.explain().splitlines()
     assert lines[0] == "environment: cuda sm90 (by hand)"
+    assert lines[1] == (
+        "workload prefill, up to 4096 tokens: cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous_bf16, "
+        "bf16 by runner; first of 7 that fit: tie broken by name"
+    )
+    assert "  ascend_npu: 7 variants need npu, found cuda" in lines
+    assert lines[-2:] == ["every reason: explain(full=True)", "weight layout: canonical"]
+    assert any(line.startswith("  1. ") and "[" in line for line in lines)
+
+
+def test_in_full() -> None:
+    lines = FEASIBLE.explain(full=True).splitlines()
     assert "workload prefill: each spec alone" in lines
     assert "workload decode: pairs of those that passed" in lines
     assert "    device: needs npu, found cuda" in lines
     assert lines[-1] == "weight layout: canonical"
-    assert any(line.startswith("  1. ") and "[" in line for line in lines)
 
 
 @pytest.mark.error_path
@@ -69,7 +79,7 @@ def test_the_error_comes_last() -> None:
 
 
 def test_every_reason_of_every_spec_is_in_the_text() -> None:
-    text = INFEASIBLE.explain()
+    text = INFEASIBLE.explain(full=True)
     reasons = [reason for spec in INFEASIBLE.workloads[0].specs for reason in spec.reasons]
     assert len(reasons) > 20
     assert all(str(reason) in text for reason in reasons)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,13 @@ def test_public_names() -> None:
 def test_a_public_name_comes_from_its_home(name: str) -> None:
     home = importlib.import_module(f"moe_core.{moe_core._HOMES[name]}")
     assert getattr(moe_core, name) is getattr(home, name)
+
+
+def test_the_version_needs_no_torch() -> None:
+    assert moe_core.__version__ == importlib.metadata.version("moe-core")
+    script = "import moe_core, sys; print(moe_core.__version__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert done.stdout.split() == [moe_core.__version__, "False"]
 
 
 @pytest.mark.error_path

@@ -97,7 +97,8 @@ def test_two_layers_do_not_disturb_each_other(layer: MoELayer) -> None:
 def test_explain_names_the_choice_and_the_rest(layer: MoELayer) -> None:
     text = layer.explain()
     assert "torch:none.standard + torch:torch.standard" in text
-    assert "torch:torch_alltoall.standard: no" in text
+    assert "torch:torch_alltoall.contiguous, .masked, .standard: limit: needs ep_size >= 2" in text
+    assert "torch:torch_alltoall.standard: no" in layer.explain(full=True)
     assert "weights: canonical" in text
     assert "torch:none.standard" in repr(layer)
 
@@ -299,7 +300,7 @@ def test_the_group_must_fit_the_request() -> None:
 
 @pytest.mark.error_path
 def test_a_pin_that_cannot_run_is_an_error_with_reasons() -> None:
-    with pytest.raises(ResolutionError, match=r"torch_alltoall\.standard: limit: needs ep_size >= 2, found ep_size 1"):
+    with pytest.raises(ResolutionError, match=r"\.standard: limit: needs ep_size >= 2, found ep_size 1"):
         MoELayer(attrs.evolve(SMALL, a2a_backend="torch_alltoall"), environment=CPU, manager=torch_manager())
 
 

@@ -189,10 +189,10 @@ def test_a_refusal_says_what_is_missing_and_what_would_run() -> None:
     text = str(caught.value)
     for part in (
         "workload decode, a2a deepep, runner deep_gemm:",
-        "cuda_deepgemm:deep_gemm.masked_bf16: package: needs deep_gemm >= 2.4, found not installed; pip install",
-        "would run without the pins: torch:none.standard + torch:torch.standard",
-        "cuda_deepgemm:deepep.low_latency + torch:torch.masked",
-        "allow_fallback=True",
+        "masked_bf16, .masked_fp8: package: needs deep_gemm >= 2.4, found not installed; pip install",
+        "would run without the pins: torch:none.standard + torch:torch.standard and 4 more",
+        "LayerRequest(allow_fallback=True)",
+        "every reason: error.decision.explain(full=True)",
     ):
         expect(part in text, text)
     expect("torch:torch.standard: " not in text, text)

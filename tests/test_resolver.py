@@ -39,6 +39,7 @@ from moe_core.backends.torch.plugin import declare_backends as shipped_torch
 from moe_core.backends.triton.plugin import declare_backends as shipped_triton
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import PluginConflictError, UnknownNameError
+from moe_core.explanation import why
 from moe_core.measurements import Measurement, MeasurementTable, shape_key
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
 from moe_core.request import LayerRequest, Workload
@@ -355,8 +356,28 @@ def test_workloads_share_the_layout_with_the_best_places(workloads: tuple[Worklo
     (note,) = next(w for w in decision.workloads if w.workload.phase == "decode").notes
     assert note == (
         "weight-layout: two serves all workloads; not used: "
-        "toy:toy.standard + toy:first.standard, toy:toy.standard + toy:third.standard"
+        "toy:toy.standard + toy:first.standard, first by rank, and 1 more"
     )
+    decode = next(w for w in decision.workloads if w.workload.phase == "decode")
+    assert [candidate.runner.spec.name for candidate in decode.unshared] == ["first", "third"]
+    assert decode.ranked[0].because == "only candidate"
+    assert why(decision, decode) == "weight-layout: two serves all workloads"
+    prefill = next(w for w in decision.workloads if w.workload.phase == "prefill")
+    assert why(decision, prefill) == "first of 2 that fit: tier generic"
+    assert "  fit, but lack what all workloads share: toy:toy.standard + toy:first" in decision.explain(full=True)
+
+
+def test_what_is_left_is_set_apart_from_what_is_left() -> None:
+    left_out = [runner("x", weight_layout="three", phases=("decode",))]
+    second = runner("z", weight_layout="two", tier="reference")
+    plugins = attrs.evolve(LAYOUTS, runners=[*LAYOUTS.runners[:2], *left_out, second])
+    decode = decide(request(workloads=PREFILL_AND_DECODE), CPU, plugins).workloads[-1]
+    assert decode.workload.phase == "decode"
+    assert [(entry.candidate.runner.spec.name, entry.because) for entry in decode.ranked] == [
+        # Not "tie broken by name", which it was before `x`.
+        ("second", "tier generic"),
+        ("z", "tier reference"),
+    ]
 
 
 BEST_TOGETHER = plugin(

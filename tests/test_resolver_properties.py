@@ -139,9 +139,9 @@ def _check_rows(decision: Decision) -> None:
         expect({part.full_name for part in parts} <= passed, "a pair of specs that did not pass alone")
     without_reasons = _possible(decision)
     ranked = [entry.candidate.full_name for entry in workload.ranked]
-    # A deterministic layer keeps one of those that are possible; a note names the others.
-    left_out = {name for name in without_reasons - set(ranked) if not any(name in note for note in workload.notes)}
-    expect(set(ranked) <= without_reasons and not left_out, (ranked, without_reasons))
+    # A deterministic layer keeps one of those that are possible.
+    unshared = {candidate.full_name for candidate in workload.unshared}
+    expect({*ranked} | unshared == without_reasons and not {*ranked} & unshared, (ranked, unshared, without_reasons))
     expect(len(ranked) == len(set(ranked)), "a candidate is ranked twice")
     expect(decision.is_feasible == bool(ranked), decision.error)
 

@@ -133,7 +133,7 @@ def test_the_winner_stands_first_and_says_why() -> None:
 def test_ranges_share_the_reports() -> None:
     decision = _decide(CROSSING)
     assert [is_new for _, is_new in decision.sections()] == [True, False]
-    text = decision.explain()
+    text = decision.explain(full=True)
     assert text.count("each spec alone") == 1
     assert "workload any, up to 63 tokens: order of those that fit" in text
     assert "workload any, from 64 tokens: order of those that fit" in text

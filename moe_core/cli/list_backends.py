@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import attrs
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,12 +17,11 @@ from moe_core.cli.plan_view import machine_fields
 from moe_core.decision import Reason
 from moe_core.environment import Environment, unprobed_environment
 from moe_core.manager import default_manager
+from moe_core.misses import compact
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.vocabulary import ANY, FORMATS
 
 SCHEMA = 1
-_HEADERS = ("NAME", "VERSION", "DEVICE", "DISPATCHERS", "RUNNERS")
-_STATUS_WIDTH = 24
 
 
 def list_backends(
@@ -59,23 +58,27 @@ def _devices(spec: PluginSpec | None) -> str:
     return ANY if ANY in devices else ", ".join(sorted(devices))
 
 
-def _names(parts: tuple[DispatcherSpec, ...] | tuple[RunnerSpec, ...]) -> str:
+def _names(parts: Sequence[DispatcherSpec] | Sequence[RunnerSpec]) -> str:
     """`deepep.normal, .low_latency`; a bare name stands for every unfused format."""
-    listed = []
+    listed: list[str] = []
     for name in dict.fromkeys(part.name for part in parts):
         own = [part for part in parts if part.name == name]
         unfused, fused = ([part for part in own if (part.format == "fused") is wanted] for wanted in (False, True))
         everywhere = {part.format for part in unfused} == {word for word in FORMATS if word != "fused"}
-        suffixes = [part.short_name.removeprefix(name) for part in (fused if everywhere else own)]
-        listed += [name, *suffixes] if everywhere else [f"{name}{suffixes[0]}", *suffixes[1:]]
-    return ", ".join(listed)
+        listed += [name] if everywhere else []
+        listed += [part.short_name for part in (fused if everywhere else own)]
+    return compact(listed)
 
 
 def _print(backends: list[Backend], environment: Environment, probed: bool, verbose: bool) -> None:
     console = stdout()
-    views = _tables(backends, console.width) if backends else [Text("no backend is installed")]
-    for view in views:
-        console.print(view)
+    if backends:
+        plugins, names = _tables(backends)
+        console.print(plugins)
+        console.print()
+        console.print(names)
+    else:
+        console.print("no backend is installed")
     if not probed:
         console.print("devices were not looked at: ready means that the required packages are installed", style="dim")
     if verbose:
@@ -84,41 +87,17 @@ def _print(backends: list[Backend], environment: Environment, probed: bool, verb
         console.print(machine_fields(environment))
 
 
-def _tables(backends: list[Backend], width: int) -> list[RenderableType]:
-    """One table, or two where the status would get too few columns to be read."""
-    names = [_cells(backend) for backend in backends]
-    statuses = [backend.summary for backend in backends]
-    left = width - _STATUS_WIDTH
-    if _width(_HEADERS, _one_per_line(names)) > left:
-        short = [(cells[0], status) for cells, status in zip(names, statuses, strict=True)]
-        shown = names if _width(_HEADERS, names) <= width else _one_per_line(names)
-        return [_table((_HEADERS[0], "STATUS"), short), Text(), _table(_HEADERS, shown)]
-    shown = names if _width(_HEADERS, names) <= left else _one_per_line(names)
-    rows = [(*cells, status) for cells, status in zip(shown, statuses, strict=True)]
-    return [_table((*_HEADERS, "STATUS"), rows)]
-
-
-def _one_per_line(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """A name that is broken in two can be neither found nor copied."""
-    return [tuple(cell.replace(", ", ",\n") for cell in row) for row in rows]
-
-
-def _width(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> int:
-    """Columns of a table, with the gap after it, when nothing in it wraps."""
-    return sum(2 + max(map(len, "\n".join(column).splitlines())) for column in zip(headers, *rows, strict=True))
-
-
-def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    result = table(*headers)
-    for row in rows:
-        result.add_row(*row[:-1], verdict(row[-1]) if headers[-1] == "STATUS" else row[-1])
-    return result
-
-
-def _cells(backend: Backend) -> tuple[str, ...]:
-    spec = backend.spec
-    parts = (_names(spec.dispatchers), _names(spec.runners)) if spec else ("", "")
-    return tuple(cell or "-" for cell in (backend.found.name, backend.found.version, _devices(spec), *parts))
+def _tables(backends: list[Backend]) -> tuple[Table, Table]:
+    """What each plugin is here, and then the names that it declares, which may be many."""
+    plugins = table("NAME", "VERSION", "DEVICE", "STATUS")
+    names = table("NAME", "DECLARES", "VARIANTS")
+    for backend in backends:
+        found, spec = backend.found, backend.spec
+        plugins.add_row(found.name, found.version or "-", _devices(spec) or "-", verdict(backend.summary))
+        declared = [("dispatchers", _names(spec.dispatchers)), ("runners", _names(spec.runners))] if spec else []
+        for index, row in enumerate(row for row in declared if row[1]):
+            names.add_row("" if index else found.name, *row)
+    return plugins, names
 
 
 def _details(backend: Backend) -> Group:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from moe_core.cli.output import progress_bar, stage
@@ -14,8 +15,14 @@ from moe_core.errors import MoeCoreError, UnsupportedModelError
 from moe_core.integrations.transformers import NAME, LoadedModel, PreparedExperts, prepare, register
 from moe_core.integrations.transformers import load_model as load_with_quantized_experts
 from moe_core.integrations.transformers.arguments import float_dtype, reachable_device
+from moe_core.integrations.transformers.layout import read_layout
 from moe_core.integrations.transformers.loading_checks import call_transformers, require_loaded, require_whole_experts
+from moe_core.integrations.transformers.model_shell import ModelShell
+from moe_core.integrations.transformers.prepared import Preparer
+from moe_core.integrations.transformers.traits import configured_top_k, is_experts
+from moe_core.manager import default_manager
 from moe_core.model_config import quantization_of, read_config
+from moe_core.payloads import TORCH_DTYPES
 from moe_core.weights.checkpoint import SINGLE_FILE, Checkpoint
 
 
@@ -79,6 +86,8 @@ def load_served(
     if is_quantized(folder):
         with progress_bar(title) as progress:
             return load_quantized(folder, dtype, device, a2a_backend, runner_backend, progress)
+    if a2a_backend is not None or runner_backend is not None:
+        refuse_pins(folder, dtype, device, a2a_backend, runner_backend)
     with stage(title):
         network = load_model(folder, dtype, device)
     if before_preparing is not None:
@@ -151,6 +160,29 @@ def load_quantized(
         runner_backend=runner_backend,
         progress=progress,
     )
+
+
+def refuse_pins(
+    folder: Path, dtype: str | None, device: str | None, a2a_backend: str | None, runner_backend: str | None
+) -> None:
+    """Raise now what preparing the experts would say about pins once the weights are loaded; arguments as above.
+
+    Raises:
+        ResolutionError: A pin does not fit one of the model's layers.
+        UnsupportedModelError: transformers does not know the model, or its experts have a trait that is not understood.
+    """
+    require_transformers()
+    register()
+    target, shell = find_device(device), ModelShell(folder)
+    word = dtype or shell.configured_dtype
+    if word is None:
+        # The weights tell.
+        return
+    preparer = Preparer(manager=default_manager(), a2a_backend=a2a_backend, runner_backend=runner_backend)
+    for module in shell.sketch().to(TORCH_DTYPES[word]).modules():
+        if is_experts(module):
+            layout = attrs.evolve(read_layout(module, with_data=False), device_type=target.type)
+            preparer.plan(layout, configured_top_k(module))
 
 
 def find_device(device: str | None) -> torch.device:

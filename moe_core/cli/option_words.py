@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
+import typer
 from typer.core import TyperCommand
+
+from moe_core.explanation import IN_FULL
 
 #: `token_placement='replicated'`, `LayerRequest(allow_fallback=True)`, `LayerRequest, field 'ep_size'`.
 _FIELD = re.compile(
@@ -14,6 +18,8 @@ _FIELD = re.compile(
     r"|(?P<call>LayerRequest\()?\b(?P<given>\w+)=(?:'(?P<word>[^']*)'|True)(?(call)\))"
 )
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+#: `explain(full=True)`, `error.decision.explain(full=True)`.
+_IN_FULL = re.compile(rf"(?:\w+\.)*{re.escape(IN_FULL)}")
 _CALL = re.compile(r"LayerRequest\((\w+)=")
 
 
@@ -22,12 +28,19 @@ def options_of(command: TyperCommand) -> dict[str, str]:
     return {str(param.name): param.opts[0] for param in command.params if param.opts[0].startswith("--")}
 
 
+def speller(context: typer.Context) -> Callable[[str], str]:
+    """`in_options` for the command that runs."""
+    return partial(in_options, options=options_of(cast(TyperCommand, context.command)))
+
+
 def in_options(text: str, options: Mapping[str, str]) -> str:
     """A message in the words of a command line.
 
     Fields that the command has no option for stay as they are; a line that advises to set one in a `LayerRequest(...)`
-    is left out, since nobody could follow it.
+    is left out, since nobody could follow it. How to have every reason is said for the command, or for `resolve`.
     """
+    every = "--explain -v" if "explain" in options else "moe-core resolve --model DIR --explain -v"
+    text = _IN_FULL.sub(every, text)
     lines = [line for line in text.split("\n") if (call := _CALL.search(line)) is None or call[1] in options]
     return _FIELD.sub(partial(_typed, options), "\n".join(_of_request(line, options) for line in lines))
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -29,12 +30,46 @@ def stderr() -> Console:
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
 
-def table(*headers: str, title: str | None = None) -> Table:
-    """A borderless table whose cells wrap; words that are longer than their column are cut, never lost."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+def table(*headers: str) -> Table:
+    """A borderless table whose cells wrap between words; longer words are cut, never lost, where there is no room."""
+    result = _WordTable(box=None, pad_edge=False, header_style="bold")
     for header in headers:
         result.add_column(header, overflow="fold")
     return result
+
+
+class _WordTable(Table):
+    """Each column first gets its longest word, and then what is left goes to those that still wrap.
+
+    Rich alone narrows the widest columns alike, whatever is in them, and so breaks names, which can then be neither
+    found nor copied.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Give the columns their widths."""
+        texts = [[str(cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        least = [max(map(cell_len, " ".join(cells).split()), default=0) for cells in texts]
+        most = [max(map(cell_len, "\n".join(cells).splitlines()), default=0) for cells in texts]
+        room = options.max_width - _GAP * (len(texts) - 1)
+        for column, width in zip(self.columns, _shares(least, most, room), strict=True):
+            column.width = width
+        yield from super().__rich_console__(console, options)
+
+
+#: Columns between two columns of a table.
+_GAP = 2
+
+
+def _shares(least: list[int], most: list[int], room: int) -> list[int | None]:
+    """A width for each column; those that need little more than their least get it before the others share the rest."""
+    if sum(least) > room:
+        return [None] * len(least)
+    widths: list[int | None] = [*least]
+    spare, order = room - sum(least), sorted(range(len(least)), key=lambda index: most[index] - least[index])
+    for left, index in zip(range(len(order), 0, -1), order, strict=True):
+        more = min(most[index] - least[index], spare // left)
+        widths[index], spare = least[index] + more, spare - more
+    return widths
 
 
 def fields(rows: dict[str, str]) -> Table:

@@ -1,20 +1,21 @@
-"""How plans and decisions look on a terminal."""
+"""How plans, and the machines that they are for, look on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
-from moe_core.cli.output import fields, table, verdict
-from moe_core.decision import Decision, Ranked, Reason, WorkloadDecision
+from moe_core.cli.output import fields
+from moe_core.decision import Decision
 from moe_core.environment import Environment
+from moe_core.feasibility import pin_reasons
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
-from moe_core.request import LayerRequest
+from moe_core.request import LayerRequest, Pins
+from moe_core.vocabulary import ANY
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
@@ -54,15 +55,21 @@ def machine_view(decision: Decision) -> RenderableType:
     return Group(machine_fields(decision.environment), *([fields(failed)] if failed else []))
 
 
-def plan_view(title: str, plan: MoEPlan) -> RenderableType:
-    """One plan: of which layers, what was asked, each route, the weights, and what to know about it."""
+def plan_view(title: str, plan: MoEPlan, spelled: Callable[[str], str]) -> RenderableType:
+    """One plan: of which layers, what was asked, each route, the weights, and what to know about it.
+
+    Args:
+        title: Of which layers.
+        plan: The plan.
+        spelled: Puts notes into the words of the command line.
+    """
     partial = "" if plan.output_is_complete else "a partial sum: reduce it over the ranks that hold the parts"
     rows = {
         "asked": request_line(plan.request),
         **_route_rows(plan),
         "weights": f"layout {plan.weight_layout}, prepared by plugin {plan.runner_plugin}",
         "output": partial,
-        "notes": "\n".join(plan.notes),
+        "notes": spelled("\n".join(plan.notes)),
     }
     heading = Text(f"\nplan of {title}", style="bold")
     return Group(heading, fields({f"  {label}": text for label, text in rows.items()}))
@@ -77,7 +84,7 @@ def _route_rows(plan: MoEPlan) -> dict[str, str]:
         if phases.count(route.phase) > 1:
             label += f" {first}-{route.max_tokens}" if route.max_tokens else f" {first}+"
         ends[route.phase] = route.max_tokens or 0
-        rows[label] = _route_line(route)
+        rows[label] = _route_line(plan, route)
     return rows
 
 
@@ -99,62 +106,20 @@ def sizes_line(request: LayerRequest) -> str:
     return f"{request.num_experts} experts, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}"
 
 
-def _route_line(route: Route) -> str:
+def _route_line(plan: MoEPlan, route: Route) -> str:
     asked = f", asked for {route.dtype_requested}" if route.dtype_requested else ""
     limit = f"up to {route.max_tokens} tokens" if route.max_tokens else ""
     graph = "graph capture" if route.graph_capture else ""
     dtype = f"dispatch dtype {route.token_dtype} (by {route.dtype_rule}{asked})"
-    chosen = f"chosen by {route.selected_by}"
+    chosen = f"chosen by {_chosen_by(plan, route)}"
     return "\n".join((route.candidate.full_name, ", ".join(filter(None, (dtype, chosen, limit, graph)))))
 
 
-def decision_view(group: LayerGroup, decision: Decision, spelled: Callable[[str], str]) -> RenderableType:
-    """Everything that was considered for one group of layers: both stages and the ranking of every workload.
-
-    Args:
-        group: The layers.
-        decision: About them.
-        spelled: Puts a reason into the words of the command line.
-    """
-    heading = Text(f"\n{group_title(group)}: {request_line(decision.request)}", style="bold")
-    sections = decision.sections()
-    views = [view for workload, is_new in sections for view in _workload_views(workload, is_new, spelled)]
-    return Group(heading, fields({"measurements": "\n".join(decision.measurements)}), *views)
-
-
-def _workload_views(
-    decision: WorkloadDecision, is_new: bool, spelled: Callable[[str], str]
-) -> Iterable[RenderableType]:
-    title = f"workload {decision.title}"
-    if is_new:
-        specs = ((spec.declared.full_name, spec.reasons) for spec in decision.specs)
-        yield _verdicts(f"\n{title}: 1. each spec alone", specs, spelled)
-        pairs = ((pair.candidate.full_name, pair.reasons) for pair in decision.joined)
-        yield _verdicts(f"\n{title}: 2. pairs of those that passed", pairs, spelled)
-        if decision.num_unjoined:
-            yield Text(f"and {decision.num_unjoined} more whose formats differ", style="dim")
-    yield _ranking(f"\n{title}: 3. order of those that fit", decision.ranked)
-    yield fields({"note": "\n".join(decision.notes)})
-
-
-def _verdicts(title: str, rows: Iterable[tuple[str, tuple[Reason, ...]]], spelled: Callable[[str], str]) -> Tree:
-    tree = Tree(Text(title, style="bold"), guide_style="dim")
-    for name, reasons in rows:
-        branch = tree.add(Text.assemble(verdict("no" if reasons else "yes"), "  " if not reasons else "   ", name))
-        for reason in reasons:
-            branch.add(Text(spelled(str(reason))))
-    if not tree.children:
-        tree.add(Text("none"))
-    return tree
-
-
-def _ranking(title: str, ranked: Sequence[Ranked]) -> RenderableType:
-    if not ranked:
-        return Text(f"{title}\nnone")
-    rows = table("", "COMBINATION", "FIRST BECAUSE", "DISPATCH DTYPE", title=title)
-    for place, entry in enumerate(ranked, start=1):
-        dtype = entry.dtype
-        asked = f", asked for {dtype.requested}" if dtype.requested else ""
-        text = "\n".join((f"{dtype.token_dtype} by {dtype.rule}{asked}", *dtype.notes))
-        rows.add_row(str(place), entry.candidate.full_name, entry.because, text)
-    return rows
+def _chosen_by(plan: MoEPlan, route: Route) -> str:
+    """`rank`, `pin (runner torch), then rank`, `pin (a2a none), then plugin policy`; a fallback has dropped pins."""
+    request = plan.request
+    pins = (request.pins(workload) for workload in request.workloads if route.phase in (workload.phase, ANY))
+    single = dict.fromkeys(pin for each in pins for pin in (Pins(a2a=each.a2a), Pins(runner=each.runner)))
+    kept = [str(pin) for pin in single if pin != Pins() and not pin_reasons(route.candidate, pin)]
+    by = route.selected_by if route.selected_by == "rank" else f"plugin {route.selected_by}"
+    return f"pin ({', '.join(kept)}), then {by}" if kept else by

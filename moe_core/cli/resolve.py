@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import attrs
 import typer
-from typer.core import TyperCommand
 
+from moe_core.cli.explain_view import explain_view
 from moe_core.cli.layer_options import (
     Activation,
     Bias,
@@ -23,10 +22,10 @@ from moe_core.cli.layer_options import (
     TopK,
     TpSize,
 )
-from moe_core.cli.option_words import in_options, options_of
-from moe_core.cli.options import A2aBackend, RunnerBackend, Verbose, known_word
+from moe_core.cli.option_words import speller
+from moe_core.cli.options import A2aBackend, RunnerBackend, known_word
 from moe_core.cli.output import print_error, print_json, stdout
-from moe_core.cli.plan_view import decision_view, group_title, machine_view, plan_view
+from moe_core.cli.plan_view import group_title, machine_view, plan_view
 from moe_core.cli.requests import requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import PRESETS, Environment, load_environment
@@ -117,9 +116,14 @@ def resolve(
         ),
     ] = None,
     no_measurements: Annotated[bool, typer.Option("--no-measurements", help="Rank without measured times.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Add everything that was considered.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Add why, what else fits, and what is against the rest.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="With --explain every reason; and the traceback of an error."),
+    ] = False,
 ) -> None:
     """Choose the backends of a layer or of every MoE layer of a model, draft layers included, and say why.
 
@@ -152,8 +156,11 @@ def resolve(
     machine = load_environment(environment) if environment else manager.probe()
     table = _measurements(measurements, no_measurements, machine)
     results = [_resolved(group, manager, machine, table) for group in groups]
-    spelled = partial(in_options, options=options_of(cast(TyperCommand, context.command)))
-    _show(results, explain, as_json, spelled)
+    spelled = speller(context)
+    if as_json:
+        _print_json(results)
+    else:
+        _print(results, spelled, explain=explain, full=verbose)
     errors = dict.fromkeys(result.error for result in results if result.error)
     for message in errors:
         print_error(spelled(message))
@@ -181,24 +188,26 @@ def _resolved(
     return Resolved(group=group, decision=decision, plan=plan)
 
 
-def _show(results: list[Resolved], explain: bool, as_json: bool, spelled: Callable[[str], str]) -> None:
-    if as_json:
-        print_json(
-            {
-                "schema": SCHEMA,
-                "feasible": all(result.plan for result in results),
-                "groups": [_json(result) for result in results],
-            }
-        )
-        return
+def _print_json(results: list[Resolved]) -> None:
+    print_json(
+        {
+            "schema": SCHEMA,
+            "feasible": all(result.plan for result in results),
+            "groups": [_json(result) for result in results],
+        }
+    )
+
+
+def _print(results: list[Resolved], spelled: Callable[[str], str], *, explain: bool, full: bool) -> None:
+    """What runs first, then why."""
     console = stdout()
     if explain or any(result.plan for result in results):
         console.print(machine_view(results[0].decision))
     for result in results:
-        if explain:
-            console.print(decision_view(result.group, result.decision, spelled))
         if result.plan:
-            console.print(plan_view(group_title(result.group), result.plan))
+            console.print(plan_view(group_title(result.group), result.plan, spelled))
+        if explain:
+            console.print(explain_view(result.group, result.decision, spelled, full=full))
 
 
 def _json(result: Resolved) -> dict[str, Any]:

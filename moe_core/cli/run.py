@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_core.cli.option_words import speller
 from moe_core.cli.options import (
     A2aBackend,
     Device,
@@ -39,6 +40,7 @@ SMALL_MODEL = 2_000_000_000
 
 
 def run(
+    context: typer.Context,
     model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of a Hugging Face MoE model.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
@@ -89,7 +91,7 @@ def run(
         model, dtype, device, a2a_backend, runner_backend, before_preparing=eager.compute
     )
     network = loaded.model
-    _print_plans({name: experts.plan for name, experts in loaded.experts.items()})
+    _print_plans({name: experts.plan for name, experts in loaded.experts.items()}, speller(context))
     # The first forward compiles and allocates; the figures below are of the second.
     with stage("warm-up"):
         logits = prompt_logits(network, ids)
@@ -123,7 +125,7 @@ class _EagerReference:
                 self.logits = prompt_logits(network, self._ids)
 
 
-def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
+def _print_plans(plans: Mapping[str, MoEPlan], spelled: Callable[[str], str]) -> None:
     """Every plan once, with the layers that share it."""
     groups: list[tuple[MoEPlan, list[str]]] = []
     for name, plan in plans.items():
@@ -135,7 +137,7 @@ def _print_plans(plans: Mapping[str, MoEPlan]) -> None:
     for plan, names in groups:
         layers = sorted(index for name in names if (index := layer_index(name)) is not None)
         title = layer_ranges(layers) if len(layers) == len(names) else ", ".join(names)
-        stdout().print(plan_view(title, plan))
+        stdout().print(plan_view(title, plan, spelled))
 
 
 def _print_result(text: str, figures: Mapping[str, str]) -> None:

@@ -10,12 +10,12 @@ import torch
 from moe_core.bound import BoundExperts, BoundRoute
 from moe_core.errors import ResolutionError
 from moe_core.measurements import MeasurementTable
+from moe_core.misses import relevant
 from moe_core.payloads import TORCH_DTYPES, ExpertGroup, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest, Workload
-from moe_core.resolver import relevant_reasons
 from moe_core.specs import TokenDtype
 from moe_core.testing.backend import Backend
 from moe_core.testing.cells import Cell
@@ -178,5 +178,7 @@ def _reasons(error: ResolutionError, request: LayerRequest) -> str:
     if error.decision is None:
         return str(error)
     (workload,) = error.decision.workloads
-    lines = relevant_reasons(request.pins(workload.workload), workload)
-    return "; ".join(dict.fromkeys(line.partition(": ")[2] for line in lines)) or error.decision.error
+    found = relevant(request.pins(workload.workload), workload)
+    alone = [reason for spec in found.specs for reason in spec.reasons]
+    reasons = [*alone, *(reason for pair in found.pairs for reason in pair.reasons)]
+    return "; ".join(dict.fromkeys(map(str, reasons))) or error.decision.error

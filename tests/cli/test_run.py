@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import types
 
@@ -182,8 +183,32 @@ def test_unknown_pins_are_refused_before_anything_is_loaded(call, folder, tmp_pa
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize("dtype", [(), ("--dtype", "bf16")])
+@pytest.mark.parametrize("pin", [("--runner-backend", "triton"), ("--a2a-backend", "torch_alltoall")])
+def test_pins_that_do_not_fit_the_model_are_refused_before_it_is_loaded(call, folder, monkeypatch, pin, dtype):
+    monkeypatch.setattr(model_loading, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    code, out, err = call("run", "--model", str(folder), "--prompt", "a", "--device", "cpu", *pin, *dtype)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: no backend combination fits this layer on cpu")
+    assert f"asked: {'bf16' if dtype else 'fp32'}, " in err
+
+
+def test_a_model_whose_dtype_only_its_weights_tell_is_not_refused_early(call, folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("dtype") == "float32"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("run", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu", "--runner-backend", "torch")
+    code, out, _ = call(*words, "--max-new-tokens", "1")
+    assert code == 0
+    assert "chosen by pin (runner torch), then rank" in " ".join(out.split())
+
+
+@pytest.mark.error_path
 def test_no_hint_is_an_option_that_run_does_not_have(call, folder):
     code, _, err = call("run", "--model", str(folder), "--prompt", "a", "--device", "cpu", "--runner-backend", "triton")
     assert code == 1
     assert "leave the pins out" in err
     assert "fallback" not in err
+    assert err.endswith("every reason: moe-core resolve --model DIR --explain -v\n")

@@ -52,10 +52,15 @@ class ModelShell:
         self.config._experts_implementation = NAME
 
     @property
+    def configured_dtype(self) -> str | None:
+        """Word of the configured dtype, None if there is none."""
+        found = (getattr(part, "dtype", None) for part in (self.config, self.config.get_text_config()))
+        return next((DTYPE_NAMES[dtype] for dtype in found if dtype in DTYPE_NAMES), None)
+
+    @property
     def dtype(self) -> str:
         """Word of the configured dtype; raises `SpecError` if there is none."""
-        found = (getattr(part, "dtype", None) for part in (self.config, self.config.get_text_config()))
-        word = next((DTYPE_NAMES[dtype] for dtype in found if dtype in DTYPE_NAMES), None)
+        word = self.configured_dtype
         if word is None:
             raise SpecError(
                 f"the model configuration names no dtype of {', '.join(TORCH_DTYPES)}; say which one to use"

@@ -1,0 +1,104 @@
+"""How a decision is explained on a terminal: why it fell so, what else fits in order, and what does not, folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from moe_core.cli.output import fields, table, verdict
+from moe_core.cli.plan_view import group_title, request_line
+from moe_core.decision import Decision, Ranked, Reason, WorkloadDecision
+from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, why
+from moe_core.misses import Misses, short_titles
+from moe_core.model_config import LayerGroup
+
+_T = TypeVar("_T")
+#: Alternatives that are listed over all workloads, and for each order of many at least; `-v` lists all.
+_MOST_LISTED, _FEWEST_LISTED = 10, 3
+
+
+def explain_view(group: LayerGroup, decision: Decision, spelled: Callable[[str], str], *, full: bool) -> RenderableType:
+    """What was considered for one group of layers.
+
+    Args:
+        group: The layers.
+        decision: About them.
+        spelled: Puts reasons into the words of the command line.
+        full: Every spec and pair with each reason, instead of the near misses and how many others there are.
+    """
+    heading = f"why for {group_title(group)}" if decision.is_feasible else f"{group_title(group)}: no plan"
+    rows = {"asked": "" if decision.is_feasible else request_line(decision.request)}
+    titled = list(zip(short_titles(decision.workloads), decision.workloads, strict=True))
+    rows |= {titles: text for text, titles in _alike((_why(decision, w), title) for title, w in titled)}
+    rows["measurements"] = "\n".join(decision.measurements)
+    orders = _alike((workload.ranked, title) for title, workload in titled if len(workload.ranked) > 1)
+    most = None if full else max(_FEWEST_LISTED, _MOST_LISTED // max(len(orders), 1))
+    reports = _everything(decision, spelled) if full else _misses(decision, spelled)
+    said = fields({f"  {label}": spelled(text) for label, text in rows.items()})
+    return Group(Text(f"\n{heading}", style="bold"), said, *(_order(*order, most) for order in orders), *reports)
+
+
+def _why(decision: Decision, workload: WorkloadDecision) -> str:
+    # The plan says them, where there is one.
+    notes = () if decision.is_feasible else (workload.fallback, *workload.notes)
+    first = why(decision, workload) if workload.ranked else "nothing fits"
+    return "\n".join(filter(None, (first, stages(workload), *notes)))
+
+
+def _alike(said: Iterable[tuple[_T, str]]) -> list[tuple[_T, str]]:
+    """What is said of workloads, each thing once, with the titles of all of which it is said."""
+    titles: dict[_T, list[str]] = {}
+    for what, title in said:
+        titles.setdefault(what, []).append(title)
+    return [(what, "; ".join(of)) for what, of in titles.items()]
+
+
+def _order(ranked: Sequence[Ranked], titles: str, most: int | None) -> RenderableType:
+    """The candidates that fit; a dispatch dtype that they share is in the title, not in a column."""
+    dtypes = [(dtype_text(entry.dtype), entry.dtype.notes) for entry in ranked]
+    shared = len(set(dtypes)) == 1 and not dtypes[0][1]
+    title = f"\nworkload {titles}: what fits, in order{f' (dispatch dtype {dtypes[0][0]})' if shared else ''}"
+    rows = table("", "COMBINATION", "SET APART BY", *(() if shared else ("DISPATCH DTYPE",)))
+    for place, (entry, (dtype, notes)) in enumerate(zip(ranked[:most], dtypes, strict=False), start=1):
+        last = () if shared else ("\n".join((dtype, *notes)),)
+        because = entry.because if most is None else entry.short_because
+        rows.add_row(str(place), entry.candidate.full_name, because, *last)
+    left = len(ranked) - len(ranked[:most])
+    return Group(Text(title, style="bold"), rows, *([Text(f"and {left} more", style="dim")] if left else []))
+
+
+def _misses(decision: Decision, spelled: Callable[[str], str]) -> Iterator[RenderableType]:
+    for heading, misses in Misses.of(decision.request, decision.workloads).parts():
+        tree = Tree(Text(f"\n{heading}", style="bold"), guide_style="dim")
+        for miss in misses:
+            branch = tree.add(Text(miss.title))
+            for reason in () if miss.is_folded else miss.reasons:
+                branch.add(Text(spelled(str(reason))))
+        yield tree
+    yield Text(spelled(f"\nevery reason: {IN_FULL}; those against one backend: pin it"))
+
+
+def _everything(decision: Decision, spelled: Callable[[str], str]) -> Iterator[RenderableType]:
+    for workload, is_new in decision.sections():
+        if is_new:
+            title = f"\nworkload {workload.title}"
+            own = ((spec.declared.full_name, spec.reasons) for spec in workload.specs)
+            yield _verdicts(f"{title}: each spec alone", own, spelled)
+            joined = ((pair.candidate.full_name, pair.reasons) for pair in workload.joined)
+            yield _verdicts(f"{title}: pairs of those that passed", joined, spelled)
+            yield from (Text(line, style="dim") for line in left_out(workload))
+
+
+def _verdicts(title: str, rows: Iterable[tuple[str, tuple[Reason, ...]]], spelled: Callable[[str], str]) -> Tree:
+    tree = Tree(Text(title, style="bold"), guide_style="dim")
+    for name, reasons in rows:
+        branch = tree.add(Text.assemble(verdict("no" if reasons else "yes"), "  " if not reasons else "   ", name))
+        for reason in reasons:
+            branch.add(Text(spelled(str(reason))))
+    if not tree.children:
+        tree.add(Text("none"))
+    return tree

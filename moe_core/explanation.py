@@ -1,0 +1,150 @@
+"""Decisions and refusals as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from moe_core.misses import Misses, relevant
+from moe_core.request import Pins
+
+if TYPE_CHECKING:
+    from moe_core.decision import Decision, DtypeChoice, Reason, WorkloadDecision
+
+#: How everything is had that was folded or left out.
+IN_FULL = "explain(full=True)"
+#: Most lines of reasons in a refusal, and how many a workload has at least.
+_MOST_LISTED, _FEWEST_LISTED = 16, 3
+
+
+def explanation_lines(decision: Decision, *, full: bool) -> Iterator[str]:
+    """What `Decision.explain` says, line by line."""
+    environment = decision.environment
+    arch = f" {environment.arch}" if environment.arch else ""
+    yield f"environment: {environment.device_type}{arch} ({environment.source})"
+    for plugin in decision.plugins:
+        if plugin.error:
+            yield f"plugin {plugin.name}: {plugin.status}: {plugin.error}"
+    for workload in decision.workloads:
+        chosen = "nothing fits"
+        if workload.ranked:
+            first = workload.ranked[0]
+            chosen = f"{first.candidate.full_name}, {dtype_text(first.dtype)}; {why(decision, workload)}"
+        yield f"workload {workload.title}: {chosen}"
+        yield f"  {stages(workload)}"
+    yield from (f"measurements: {line}" for line in decision.measurements)
+    for workload in decision.workloads:
+        if workload.ranked:
+            yield from _order(workload)
+    yield from _every_reason(decision) if full else _folded(decision)
+    yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
+
+
+def why(decision: Decision, workload: WorkloadDecision) -> str:
+    """What put the first one there: `pinned: runner torch; first of 6 that fit: tier generic`."""
+    because, count = workload.ranked[0].because, len(workload.ranked)
+    pins = decision.request.pins(workload.workload)
+    words = [f"pinned: {pins}"] if pins != Pins() and not workload.fallback else []
+    if workload.outranked_by:
+        words.append(f"{workload.outranked_by} serves all workloads")
+        words += [f"first of {count} that have it: {because}"] if count > 1 else []
+    elif count + len(workload.unshared) > 1:
+        words.append(f"first of {count + len(workload.unshared)} that fit: {because}")
+    else:
+        words.append(because)
+    return "; ".join(words)
+
+
+def dtype_text(dtype: DtypeChoice) -> str:
+    """`fp8/row_128 by pin, asked for int8`."""
+    return f"{dtype.token_dtype} by {dtype.rule}{f', asked for {dtype.requested}' if dtype.requested else ''}"
+
+
+def refusal(decision: Decision, alternatives: Sequence[str]) -> str:
+    """What was asked, what is missing, and what would run instead, in about 25 lines at most.
+
+    Args:
+        decision: One without a plan.
+        alternatives: What would run if nothing were pinned, best first.
+    """
+    request, environment = decision.request, decision.environment
+    machine = f"{environment.device_type} {environment.arch}".strip()
+    lines = [f"no backend combination fits this layer on {machine}: {decision.error}"]
+    lines.append(f"  asked: {request.quant}, {request.dtype}, {request.activation}, ep {request.ep_size}")
+    lines += _against(decision)
+    lines += [f"  plugin {plugin.name} {plugin.status}: {plugin.error}" for plugin in decision.plugins if plugin.error]
+    if any(request.pins(workload.workload) != Pins() for workload in decision.workloads):
+        more = f" and {len(alternatives) - 1} more" if len(alternatives) > 1 else ""
+        lines.append(f"  would run without the pins: {f'{alternatives[0]}{more}' if alternatives else 'nothing'}")
+    if alternatives:
+        lines.append("  change what a line names, or leave the pins out")
+        lines.append("  LayerRequest(allow_fallback=True) lets another combination serve")
+    return "\n".join([*lines, f"  every reason: error.decision.{IN_FULL}"])
+
+
+def _against(decision: Decision) -> list[str]:
+    """What is against the workloads that have nothing; workloads of which the same is to say are one."""
+    found: dict[tuple[Pins, tuple[str, ...]], list[str]] = {}
+    for workload in decision.workloads:
+        if not workload.ranked:
+            pins = decision.request.pins(workload.workload)
+            misses = Misses.of(decision.request, [relevant(pins, workload)]).nearest
+            lines = tuple(line for miss in misses for line in miss.lines)
+            found.setdefault((pins, lines), []).append(workload.workload.phase)
+    every = []
+    for (pins, lines), phases in found.items():
+        shown = lines[: max(_FEWEST_LISTED, _MOST_LISTED // len(found))]
+        more = [f"and {len(lines) - len(shown)} more lines"] if len(lines) > len(shown) else []
+        every += [f"  workload {', '.join(phases)}, {pins}:", *(f"    {line}" for line in (*shown, *more))]
+    return every
+
+
+def stages(workload: WorkloadDecision) -> str:
+    """How many are left after each stage: `17 of 45 specs fit alone; of their pairs 12 of 12`."""
+    joined, unjoined = workload.joined, workload.num_unjoined
+    specs = f"{sum(not spec.reasons for spec in workload.specs)} of {len(workload.specs)} specs fit alone"
+    pairs = f"of their pairs {sum(not pair.reasons for pair in joined)} of {len(joined)}"
+    return f"{specs}; {pairs}{f' ({unjoined} more differ in format)' if unjoined else ''}"
+
+
+def _order(workload: WorkloadDecision) -> Iterator[str]:
+    yield f"workload {workload.title}: order of those that fit"
+    for place, ranked in enumerate(workload.ranked, start=1):
+        yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {dtype_text(ranked.dtype)}"
+        yield from (f"     note: {note}" for note in ranked.dtype.notes)
+    yield from (f"  note: {note}" for note in (workload.fallback, *workload.notes) if note)
+
+
+def _folded(decision: Decision) -> Iterator[str]:
+    misses = Misses.of(decision.request, decision.workloads)
+    for heading, group in misses.parts():
+        yield heading
+        yield from (f"  {line}" for miss in group for line in miss.lines)
+    yield f"every reason: {IN_FULL}"
+
+
+def _every_reason(decision: Decision) -> Iterator[str]:
+    for workload, is_new in decision.sections():
+        if not is_new:
+            continue
+        yield f"workload {workload.workload.phase}: each spec alone"
+        for spec in workload.specs:
+            yield from _verdict(spec.declared.full_name, spec.reasons)
+        yield f"workload {workload.workload.phase}: pairs of those that passed"
+        for pair in workload.joined:
+            yield from _verdict(pair.candidate.full_name, pair.reasons)
+        yield from (f"  {line}" for line in left_out(workload))
+
+
+def left_out(workload: WorkloadDecision) -> Iterator[str]:
+    """What neither a pair's verdict nor the order says."""
+    if workload.num_unjoined:
+        yield f"{workload.num_unjoined} more: their formats differ"
+    if workload.unshared:
+        names = ", ".join(candidate.full_name for candidate in workload.unshared)
+        yield f"fit, but lack what all workloads share: {names}"
+
+
+def _verdict(name: str, reasons: tuple[Reason, ...]) -> Iterator[str]:
+    yield f"  {name}: {'no' if reasons else 'yes'}"
+    yield from (f"    {reason}" for reason in reasons)
