@@ -12,12 +12,14 @@ from moe_core.activation import ActivationPattern
 from moe_core.plugin_checks import HOOKS
 from moe_core.quant import QuantScheme
 from moe_core.specs import (
+    BufferSize,
     DeviceGeneration,
     DispatcherSpec,
     Limit,
     PluginSpec,
     Requirement,
     RunnerSpec,
+    Setting,
     TokenDtype,
 )
 
@@ -31,6 +33,8 @@ DECLARATIONS = (
     ActivationPattern,
     Limit,
     Requirement,
+    Setting,
+    BufferSize,
     DeviceGeneration,
 )
 _WRITTEN = "Written by `python docs/make_reference.py` from docstrings; a test compares."

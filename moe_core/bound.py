@@ -94,8 +94,8 @@ class BoundExperts:
             `[T, H]` in the layer's dtype; the whole sum if `plan.output_is_complete`, else this rank's part.
 
         Raises:
-            InputError: Wrong shapes, dtypes or devices, ids out of range (on CPU; a device-side assertion
-                elsewhere), or more tokens than the route's workload declares.
+            InputError: Wrong shapes, dtypes or devices, ids out of range (on CPU; on a GPU a device-side assertion,
+                elsewhere the token's output is NaN), or more tokens than the route's workload declares.
         """
         check_tokens(hidden_states, topk_ids, topk_weights, *self._sizes)
         if hidden_states.device != self._device:

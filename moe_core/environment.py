@@ -25,18 +25,24 @@ if TYPE_CHECKING:
     from moe_core.specs import DeviceGeneration
 
 
-def _package_pairs(value: Any) -> Any:
+def _pairs(value: Any) -> Any:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     # JSON has lists where Python has pairs.
     return as_sorted_tuple([tuple(pair) if isinstance(pair, list) else pair for pair in pairs])
 
 
-def _are_packages(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+def _are_named(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    """An attrs validator: pairs of a name and a text, each name once."""
+    where = f"Environment, field {attribute.name!r}"
     for pair in value:
         if not (len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise SpecError(f"Environment, field 'packages': expected (import name, version) texts, got {pair!r}")
+            raise SpecError(f"{where}: expected ({_NAMED[attribute.name]}) texts, got {pair!r}")
     if len(dict(value)) < len(value):
-        raise SpecError(f"Environment, field 'packages': an import name occurs twice in {value}")
+        raise SpecError(f"{where}: a name occurs twice in {value}")
+
+
+#: Fields of pairs -> what their halves are.
+_NAMED = {"packages": "import name, version", "variables": "name, value"}
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +55,8 @@ class Environment:
         device_name: For people.
         driver: Driver or toolkit version, for bug reports.
         packages: Sorted (import name, version) pairs; version "" if unknown. Absent means not installed.
+        variables: Sorted (name, value) pairs of the environment variables that plugins' libraries read. Absent means
+            not set.
         source: How this description came about: `probed`, `preset h100`, a file name, or `by hand`.
     """
 
@@ -57,7 +65,10 @@ class Environment:
     device_name: str = attrs.field(default="", validator=instance_of(str))
     driver: str = attrs.field(default="", validator=instance_of(str))
     packages: tuple[tuple[str, str], ...] = attrs.field(
-        default=(), converter=_package_pairs, validator=[tuple_of(tuple), _are_packages]
+        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
+    )
+    variables: tuple[tuple[str, str], ...] = attrs.field(
+        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
     )
     source: str = attrs.field(default="by hand", eq=False)
 
@@ -67,7 +78,7 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
-        return {**attrs.asdict(self), "packages": dict(self.packages)}
+        return {**attrs.asdict(self), "packages": dict(self.packages), "variables": dict(self.variables)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "by hand") -> Environment:
@@ -92,19 +103,27 @@ _CUDA_PACKAGES = {
     "cutlass": "4.4.2",
 }
 _ASCEND_PACKAGES = {"torch": "2.13.0", "torch_npu": "2.13.0", "deep_ep": "1.0.0", "sgl_kernel_npu": "2026.8.0"}
+#: Expert parallelism cannot do without: the default is too small for most of it.
+_ASCEND_VARIABLES = {"HCCL_BUFFSIZE": "16384"}
 
-#: Machines to ask about by name. Each states the packages it assumes.
+#: Machines to ask about by name. Each states the packages and variables it assumes.
 PRESETS: dict[str, Environment] = {
     name: Environment(
-        device_type=device, arch=arch, device_name=label, driver=driver, packages=packages, source=f"preset {name}"
+        device_type=device,
+        arch=arch,
+        device_name=label,
+        driver=driver,
+        packages=packages,
+        variables=variables,
+        source=f"preset {name}",
     )
-    for name, device, arch, label, driver, packages in (
-        ("cpu", "cpu", "", "generic CPU", "", {"torch": "2.13.0"}),
-        ("h100", "cuda", "sm90", "NVIDIA H100", "CUDA 13.0", _CUDA_PACKAGES),
-        ("h200", "cuda", "sm90", "NVIDIA H200", "CUDA 13.0", _CUDA_PACKAGES),
-        ("b200", "cuda", "sm100", "NVIDIA B200", "CUDA 13.0", _CUDA_PACKAGES),
-        ("ascend-a2", "npu", "a2", "Ascend Atlas A2", "CANN 8.5", _ASCEND_PACKAGES),
-        ("ascend-a3", "npu", "a3", "Ascend Atlas A3", "CANN 8.5", _ASCEND_PACKAGES),
+    for name, device, arch, label, driver, packages, variables in (
+        ("cpu", "cpu", "", "generic CPU", "", {"torch": "2.13.0"}, {}),
+        ("h100", "cuda", "sm90", "NVIDIA H100", "CUDA 13.0", _CUDA_PACKAGES, {}),
+        ("h200", "cuda", "sm90", "NVIDIA H200", "CUDA 13.0", _CUDA_PACKAGES, {}),
+        ("b200", "cuda", "sm100", "NVIDIA B200", "CUDA 13.0", _CUDA_PACKAGES, {}),
+        ("ascend-a2", "npu", "a2", "Ascend Atlas A2", "CANN 8.5", _ASCEND_PACKAGES, _ASCEND_VARIABLES),
+        ("ascend-a3", "npu", "a3", "Ascend Atlas A3", "CANN 8.5", _ASCEND_PACKAGES, _ASCEND_VARIABLES),
     )
 }
 
@@ -170,10 +189,19 @@ def installed_packages(modules: Iterable[str]) -> dict[str, str]:
     return {module: version for module, version in versions.items() if version is not None}
 
 
-def unprobed_environment(modules: Iterable[str] = ()) -> Environment:
-    """This machine's packages without a look at its devices; imports nothing."""
+def variables_set(names: Iterable[str]) -> dict[str, str]:
+    """Name -> value of those environment variables of this process that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def unprobed_environment(modules: Iterable[str] = (), variables: Iterable[str] = ()) -> Environment:
+    """This machine's packages and variables without a look at its devices; imports nothing."""
     return Environment(
-        device_type="cpu", device_name="not probed", packages=installed_packages(modules), source="unprobed"
+        device_type="cpu",
+        device_name="not probed",
+        packages=installed_packages(modules),
+        variables=variables_set(variables),
+        source="unprobed",
     )
 
 
@@ -195,7 +223,10 @@ def _cpu_name() -> str:
 
 
 def probe_environment(
-    modules: Iterable[str] = (), device_type: str | None = None, generations: Iterable[DeviceGeneration] = ()
+    modules: Iterable[str] = (),
+    device_type: str | None = None,
+    generations: Iterable[DeviceGeneration] = (),
+    variables: Iterable[str] = (),
 ) -> Environment:
     """Describe this machine; imports torch and asks it for its accelerator.
 
@@ -203,6 +234,7 @@ def probe_environment(
         modules: Import names whose versions matter, usually the loaded plugins' requirements.
         device_type: Describe this device type of the machine instead of its accelerator.
         generations: What the loaded plugins know about names of devices.
+        variables: Environment variables that matter, usually those that the loaded plugins' libraries read.
 
     Raises:
         SpecError: `device_type` is asked for and this torch cannot reach such a device.
@@ -214,14 +246,20 @@ def probe_environment(
     device = device_type or found
     if device not in (found, "cpu", "meta"):
         raise SpecError(f"device type {device!r} was asked for, but torch {torch.__version__} finds {found!r} here")
-    packages = installed_packages({"torch", "triton", *modules})
-    if device in ("cpu", "meta"):
-        name = _cpu_name() if device == "cpu" else device
-        return Environment(device_type=device, device_name=name, packages=packages, source="probed")
+    described = Environment(
+        device_type=device,
+        device_name=device,
+        packages=installed_packages({"torch", "triton", *modules}),
+        variables=variables_set(variables),
+        source="probed",
+    )
+    if device == "cpu":
+        return attrs.evolve(described, device_name=_cpu_name())
+    if device == "meta":
+        return described
     # Not every device type's module can name its device.
     name = getattr(torch.get_device_module(device), "get_device_name", lambda: device)()
-    arch = generation_of(device, name, generations)
-    described = Environment(device_type=device, arch=arch, device_name=name, packages=packages, source="probed")
+    described = attrs.evolve(described, device_name=name, arch=generation_of(device, name, generations))
     if device != "cuda":
         return described
     major, minor = torch.cuda.get_device_capability()

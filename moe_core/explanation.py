@@ -22,6 +22,8 @@ def explanation_lines(decision: Decision, *, full: bool) -> Iterator[str]:
     environment = decision.environment
     arch = f" {environment.arch}" if environment.arch else ""
     yield f"environment: {environment.device_type}{arch} ({environment.source})"
+    if environment.variables:
+        yield f"variables: {', '.join(f'{name}={value}' for name, value in environment.variables)}"
     for plugin in decision.plugins:
         if plugin.error:
             yield f"plugin {plugin.name}: {plugin.status}: {plugin.error}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import attrs
+
 from moe_core.decision import Reason
 from moe_core.environment import Environment
 from moe_core.quant import LayerQuant
@@ -36,6 +38,7 @@ def spec_reasons(
         *machine_reasons(spec, requirements, environment),
         *_workload_reasons(spec, request, workload),
         *_limit_reasons(spec, request, workload),
+        *_buffer_reasons(spec, request, workload, environment),
     ]
     if isinstance(spec, RunnerSpec):
         reasons += _runner_reasons(spec, request)
@@ -47,12 +50,15 @@ def spec_reasons(
 
 
 def machine_reasons(
-    spec: DispatcherSpec | RunnerSpec, requirements: tuple[Requirement, ...], environment: Environment
+    spec: DispatcherSpec | RunnerSpec,
+    requirements: tuple[Requirement, ...],
+    environment: Environment,
 ) -> tuple[Reason, ...]:
-    """The reasons against one spec that hold for every layer: packages, versions, device type and generation."""
+    """The reasons against one spec that hold for every layer: packages, versions, device type, generation, settings."""
     return (
         *_requirement_reasons((*requirements, *spec.requirements), environment),
         *_device_reasons(spec, environment),
+        *_setting_reasons(spec, environment),
     )
 
 
@@ -80,11 +86,12 @@ def pin_reasons(candidate: Candidate, pins: Pins) -> tuple[Reason, ...]:
     """Why a pair is not the one that was pinned; the dispatch dtype's pin has its own rules."""
     reasons = []
     dispatcher = candidate.dispatcher
+    hint = "" if dispatcher else f"{candidate.runner.spec.short_name} moves tokens itself: it has no dispatcher"
     is_a2a = pins.a2a is None or pins.a2a == candidate.a2a_backend
     if not is_a2a and not (dispatcher is not None and answers_to(str(pins.a2a), dispatcher)):
-        reasons.append(Reason("pin", f"a2a backend {pins.a2a}", candidate.a2a_backend))
+        reasons.append(Reason("pin", f"a2a backend {pins.a2a}", candidate.a2a_backend, hint))
     if pins.runner is not None and not answers_to(pins.runner, candidate.runner):
-        reasons.append(Reason("pin", f"runner backend {pins.runner}", candidate.runner.spec.name))
+        reasons.append(Reason("pin", f"runner backend {pins.runner}", candidate.runner.spec.name, hint))
     return tuple(reasons)
 
 
@@ -111,6 +118,22 @@ def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment)
         yield Reason("device", " or ".join(spec.devices), environment.device_type)
     if spec.archs and environment.arch not in spec.archs:
         yield Reason("arch", " or ".join(spec.archs), environment.arch or "no device generation")
+
+
+def _setting_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
+    for setting in spec.settings:
+        if fault := setting.fault(dict(environment.variables)):
+            yield Reason("variable", *fault, setting.hint)
+
+
+def _buffer_reasons(
+    spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload, environment: Environment
+) -> Iterator[Reason]:
+    for buffer_size in spec.buffer_sizes:
+        # A workload that does not say how many tokens it has may bring what the spec takes.
+        most = workload if workload.max_tokens else attrs.evolve(workload, max_tokens=spec.most_tokens)
+        if fault := buffer_size.fault(dict(environment.variables), request.sizes(most)):
+            yield Reason("variable", *fault, buffer_size.hint)
 
 
 def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:

@@ -151,7 +151,11 @@ def relevant(pins: Pins, decision: WorkloadDecision) -> WorkloadDecision:
     specs = tuple(named if any(spec.reasons for spec in named) else free)
     pinned = tuple(pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons))
     joined = tuple(pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons))
-    return attrs.evolve(decision, specs=specs, pairs=joined or pinned or (() if specs else decision.pairs))
+    # Half of what was pinned may be a fused runner, which goes with nothing.
+    alone = tuple(
+        pair for pair in decision.pairs if not pair.candidate.dispatcher and _is_pinned(pins, pair.candidate.runner)
+    )
+    return attrs.evolve(decision, specs=specs, pairs=joined or pinned or alone or (() if specs else decision.pairs))
 
 
 def _titled(workloads: Iterable[WorkloadDecision]) -> dict[str, WorkloadDecision]:

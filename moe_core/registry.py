@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pluggy
@@ -19,7 +19,7 @@ from moe_core.environment import Environment, probe_environment
 from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
-from moe_core.specs import DeviceGeneration, PluginSpec
+from moe_core.specs import DeviceGeneration, DispatcherSpec, PluginSpec, RunnerSpec
 
 
 class PluginRegistry:
@@ -131,11 +131,17 @@ class PluginRegistry:
 
     def modules_required(self) -> tuple[str, ...]:
         """Import names that any ready plugin requires: what an environment must know the versions of."""
-        requirements = {requirement for plugin in self.specs() for requirement in plugin.requirements}
+        return tuple(sorted({requirement.module for part in self._parts() for requirement in part.requirements}))
+
+    def variables_read(self) -> tuple[str, ...]:
+        """Environment variables that the libraries of any ready plugin read: what an environment must know."""
+        return tuple(sorted({name for part in self._parts() for name in part.variables}))
+
+    def _parts(self) -> Iterator[PluginSpec | DispatcherSpec | RunnerSpec]:
         for plugin in self.specs():
-            requirements.update(requirement for spec in plugin.dispatchers for requirement in spec.requirements)
-            requirements.update(requirement for spec in plugin.runners for requirement in spec.requirements)
-        return tuple(sorted({requirement.module for requirement in requirements}))
+            yield plugin
+            yield from plugin.dispatchers
+            yield from plugin.runners
 
     def generations(self) -> tuple[DeviceGeneration, ...]:
         """What the ready plugins know about names of devices."""
@@ -143,7 +149,7 @@ class PluginRegistry:
 
     def probe(self, device_type: str | None = None) -> Environment:
         """This machine as far as the ready plugins care; argument and errors as `probe_environment`."""
-        return probe_environment(self.modules_required(), device_type, self.generations())
+        return probe_environment(self.modules_required(), device_type, self.generations(), self.variables_read())
 
     def hooks(self, name: str) -> tuple[str, ...]:
         """Names of the hooks that a ready plugin implements."""

@@ -217,7 +217,8 @@ class LayerRequest:
         return Pins(workload.a2a_backend or self.a2a_backend, self.runner_backend, self.dispatch_dtype)
 
     def sizes(self, workload: Workload) -> dict[str, int | None]:
-        """The sizes that limits speak about, for one workload."""
+        """The sizes that declarations speak about, for one workload."""
+        max_tokens, choices = workload.max_tokens, min(self.max_local_experts, self.top_k)
         return {
             "top_k": self.top_k,
             "num_experts": self.num_slots,
@@ -226,5 +227,6 @@ class LayerRequest:
             "intermediate_size": self.local_intermediate_size,
             "ep_size": self.ep_size,
             "tp_size": self.tp_size,
-            "max_tokens": workload.max_tokens,
+            "max_tokens": max_tokens,
+            "max_rows": None if max_tokens is None else max_tokens * self.ep_size * choices,
         }

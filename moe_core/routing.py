@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from moe_core.errors import InputError, SpecError
+from moe_core.kernels.checks import can_assert
 from moe_core.payloads import Tensor
 from moe_core.vocabulary import at_least, instance_of, one_of
 
@@ -97,16 +98,19 @@ def route(
     Raises:
         SpecError: `top_k` or the groups do not fit the number of experts.
         InputError: Wrong shapes or dtypes; on CPU also NaN or +inf in the bias or in the logits of a valid row. On
-            an accelerator and under `torch.compile` that check is an assertion on the device, without a host sync.
+            a GPU and under `torch.compile` that check is an assertion on the device, without a host sync; on other
+            accelerators the weights of such a row are NaN.
     """
     _check_tensors(logits, correction_bias, valid)
     spec.check_num_experts(logits.shape[1])
     logits = logits.float()
     if valid is not None:
         logits = torch.where(valid[:, None], logits, 0.0)
-    _require_numbers(logits, correction_bias)
+    are_numbers = _require_numbers(logits, correction_bias)
     topk_ids = _pick(logits, correction_bias, spec)
     topk_weights = _weigh(logits, topk_ids, spec) * spec.routed_scaling_factor
+    if are_numbers is not None:
+        topk_weights = torch.where(are_numbers[:, None], topk_weights, torch.nan)
     if valid is not None:
         topk_ids = torch.where(valid[:, None], topk_ids, -1)
         topk_weights = torch.where(valid[:, None], topk_weights, 0.0)
@@ -177,16 +181,20 @@ def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _require_numbers(logits: Tensor, correction_bias: Tensor | None) -> None:
+def _require_numbers(logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
+    """Raise or assert; where neither can be done, `[T]` bool: whether a row's weights mean something."""
     # `< inf` is False for NaN and for +inf, and True for -inf.
     is_number = logits < math.inf
-    all_numbers = is_number.all()
-    if correction_bias is not None:
-        all_numbers = all_numbers & (correction_bias < math.inf).all()
+    bias_is_number = None if correction_bias is None else (correction_bias < math.inf).all()
+    if not can_assert(logits):
+        rows = is_number.all(dim=1)
+        return rows if bias_is_number is None else rows & bias_is_number
+    all_numbers = is_number.all() if bias_is_number is None else is_number.all() & bias_is_number
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(all_numbers, "route: NaN or +inf in router logits or correction_bias")
     elif not bool(all_numbers):
         raise InputError(_bad_numbers(is_number.all(dim=1), correction_bias))
+    return None
 
 
 def _bad_numbers(good_rows: Tensor, correction_bias: Tensor | None) -> str:

@@ -14,12 +14,16 @@ from moe_core.activation import ActivationPattern
 from moe_core.errors import SpecError
 from moe_core.quant import LayerQuant, QuantScheme
 from moe_core.requirement import Requirement as Requirement
+from moe_core.setting import BufferSize as BufferSize
+from moe_core.setting import Setting as Setting
+from moe_core.setting import is_variable
 from moe_core.vocabulary import (
     ANY,
     DEVICE_TYPES,
     FLOAT_DTYPES,
     FORMATS,
     ID_SPACES,
+    LIMIT_FIELDS,
     PHASES,
     SCALE_LAYOUTS,
     TIERS,
@@ -62,17 +66,6 @@ class TokenDtype:
         return self.dtype if self.scales == "none" else f"{self.dtype}/{self.scales}"
 
 
-#: Request sizes that a limit may speak about; `max_tokens` is the workload's maximum per rank.
-LIMIT_FIELDS = (
-    "top_k",
-    "num_experts",
-    "num_local_experts",
-    "hidden_size",
-    "intermediate_size",
-    "ep_size",
-    "tp_size",
-    "max_tokens",
-)
 LIMIT_RELATIONS = ("<=", ">=", "multiple_of", "in")
 
 
@@ -141,11 +134,25 @@ class _Part:
     id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
     limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))
     requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    settings: tuple[Setting, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Setting))
+    buffer_sizes: tuple[BufferSize, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(BufferSize))
     phases: tuple[str, ...] = attrs.field(
         default=PHASES, converter=as_sorted_tuple, validator=[each_one_of(*PHASES), _not_empty]
     )
     graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
     deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens per rank by its limits, None if they do not say."""
+        bounds = [limit.value for limit in self.limits if (limit.field, limit.relation) == ("max_tokens", "<=")]
+        return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that it speaks about."""
+        speaking: tuple[Setting | BufferSize, ...] = (*self.settings, *self.buffer_sizes)
+        return tuple(name for each in speaking for name in each.variables)
 
 
 @attrs.frozen(kw_only=True)
@@ -171,6 +178,8 @@ class DispatcherSpec(_Part):
             instead of on what combine brings back. In `standard` the runner does either.
         limits: Size limits.
         requirements: Distributions it needs besides the plugin's own.
+        settings: What environment variables of its libraries must be.
+        buffer_sizes: Memory that such variables set, and what a layer needs of it.
         phases: Workload phases it serves.
         graph_safe: No host synchronisation and no shape that depends on data.
         deterministic: Equal calls give equal bits.
@@ -217,7 +226,7 @@ class RunnerSpec(_Part):
         weight_layout: Tag of the prepared weights; routes of one layer share it. A tag means one layout in every
             plugin: unless it is `canonical`, begin it with a name of your own.
         a2a: For `fused`: the a2a backend name it answers to.
-        devices, archs, token_placements, limits, requirements, phases: As in `DispatcherSpec`.
+        devices, archs, token_placements, limits, requirements, settings, buffer_sizes, phases: As in `DispatcherSpec`.
         bias: Whether expert biases are added.
         weight_on_input: Whether the router weight may act on the input instead of the output.
         post_norm: Whether a norm after each expert can be applied.
@@ -287,6 +296,7 @@ class PluginSpec:
         dispatchers: Its dispatchers; short names are unique.
         runners: Its runners; short names are unique.
         requirements: Distributions that everything in this plugin needs.
+        variables: Environment variables that its libraries read besides those of its parts: recorded with the machine.
         generations: How to tell the generations of a device type whose torch does not say; CUDA's does.
     """
 
@@ -298,6 +308,7 @@ class PluginSpec:
     )
     runners: tuple[RunnerSpec, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(RunnerSpec))
     requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
+    variables: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=is_variable)
     generations: tuple[DeviceGeneration, ...] = attrs.field(
         default=(), converter=as_tuple, validator=tuple_of(DeviceGeneration)
     )
@@ -363,9 +374,8 @@ class Candidate:
     def declared_max_tokens(self) -> int | None:
         """Most tokens per rank that both declare, None if neither says."""
         parts = (self.dispatcher, self.runner) if self.dispatcher else (self.runner,)
-        limits = [limit for part in parts for limit in part.spec.limits]
-        bounds = [limit.value for limit in limits if (limit.field, limit.relation) == ("max_tokens", "<=")]
-        return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+        bounds = [part.spec.most_tokens for part in parts]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def answers_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:

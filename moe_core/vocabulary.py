@@ -42,6 +42,18 @@ TIERS = ("reference", "generic", "tuned", "fused")
 TOKEN_PLACEMENTS = ("distributed", "replicated")
 #: Id space in which a dispatcher takes ids.
 ID_SPACES = ("global", "local")
+#: Sizes of a request, on one rank where that differs, that a declaration may speak about.
+LIMIT_FIELDS = (
+    "top_k",
+    "num_experts",
+    "num_local_experts",
+    "hidden_size",
+    "intermediate_size",
+    "ep_size",
+    "tp_size",
+    "max_tokens",  # the workload's maximum per rank
+    "max_rows",  # rows that may then reach a rank, one per (token, local expert)
+)
 DEVICE_TYPES = ("cpu", "cuda", "npu", "xpu", "mps", "meta")
 
 #: Every code a `Reason` may carry.
@@ -50,6 +62,7 @@ REASON_CODES = (
     "pin",  # another combination was pinned
     "package",  # a required distribution is missing
     "version",  # a required distribution is too old
+    "variable",  # an environment variable of a library
     "device",  # other device type
     "arch",  # other device generation
     "scheme",  # quantization scheme

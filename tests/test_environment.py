@@ -57,7 +57,9 @@ def test_packages_are_sorted_pairs() -> None:
             {"device_type": "cpu", "packages": {"torch": None}},
             "field 'packages': expected .import name, version. texts",
         ),
-        ({"device_type": "cpu", "packages": [("a", "1"), ("a", "2")]}, "an import name occurs twice"),
+        ({"device_type": "cpu", "packages": [("a", "1"), ("a", "2")]}, "'packages': a name occurs twice"),
+        ({"device_type": "cpu", "variables": {"LIB_COUNTS": 1}}, "field 'variables': expected .name, value. texts"),
+        ({"device_type": "cpu", "variables": [("A", "1"), ("A", "2")]}, "'variables': a name occurs twice"),
     ],
 )
 def test_a_wrong_environment_names_the_field(fields: dict[str, Any], match: str) -> None:

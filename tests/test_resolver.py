@@ -44,7 +44,7 @@ from moe_core.measurements import Measurement, MeasurementTable, shape_key
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
-from moe_core.specs import Limit, PluginSpec, Requirement
+from moe_core.specs import Limit, PluginSpec, Requirement, Setting
 from moe_core.vocabulary import REASON_CODES
 
 MASKED_BF16 = "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked_bf16"
@@ -576,6 +576,7 @@ STRICT = plugin(
             row_alignment=16,
             limits=(Limit("top_k", "<=", 8), Limit("hidden_size", "multiple_of", 128)),
             requirements=(Requirement(module="lib", minimum="1.2", install="pip install lib"),),
+            settings=(Setting(values={"LIB_COUNTS": ("", "1")}, hint="unset it"),),
         ),
         runner("lonely"),
     ],
@@ -598,6 +599,7 @@ FAULTS: dict[str, tuple[_Change, _Change]] = {
     "excluded": (_layer(exclude=("toy",)), _layer(exclude=())),
     "package": (_machine(packages={}), _machine(packages={"lib": "1.5"})),
     "version": (_machine(packages={"lib": "1.1"}), _machine(packages={"lib": "1.5"})),
+    "variable": (_machine(variables={"LIB_COUNTS": "0"}), _machine(variables={})),
     "device": (_machine(device_type="npu"), _machine(device_type="cuda")),
     "arch": (_machine(arch="sm80"), _machine(arch="sm90")),
     "scheme": (_layer(quant=FP8_BLOCK128), _layer(quant=BF16)),

@@ -17,7 +17,7 @@ from moe_core.environment import Environment
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, W8A8_INT8
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
-from moe_core.specs import DeclaredDispatcher, DeclaredRunner, Limit, PluginSpec, Requirement, TokenDtype
+from moe_core.specs import DeclaredDispatcher, DeclaredRunner, Limit, PluginSpec, Requirement, Setting, TokenDtype
 
 EXAMPLES, TRIPLES = 100, 200
 #: Requests and machines for one set of declarations; making declarations takes longer than resolving them.
@@ -39,6 +39,7 @@ def _part(rng: random.Random) -> dict[str, Any]:
         "archs": rng.choice([(), (), ("sm90",), ("sm100", "sm90")]),
         "limits": _some(rng, [Limit("top_k", "<=", 4), Limit("hidden_size", "multiple_of", 128)], 0)[:1],
         "requirements": _some(rng, [Requirement(module="lib", minimum=rng.choice(["", "2.0"]))], 0),
+        "settings": _some(rng, [Setting(values={"LIB_COUNTS": ("", "1")})], 0),
         "phases": rng.choice([("any",), ("prefill",), ("decode", "verify")]),
         "graph_safe": rng.random() < 0.7,
         "deterministic": rng.random() < 0.5,
@@ -113,7 +114,9 @@ def _request(rng: random.Random, **pins: str) -> LayerRequest:
 
 def _environment(rng: random.Random) -> Environment:
     device, arch = rng.choice([("cpu", ""), ("cuda", "sm90"), ("cuda", "sm80"), ("npu", "a3")])
-    return Environment(device_type=device, arch=arch, packages=rng.choice([{}, {"lib": "1.0"}, {"lib": "2.1"}]))
+    packages = rng.choice([{}, {"lib": "1.0"}, {"lib": "2.1"}])
+    variables = rng.choice([{}, {}, {"LIB_COUNTS": "0"}])
+    return Environment(device_type=device, arch=arch, packages=packages, variables=variables)
 
 
 def _triples(seed: int) -> Iterator[tuple[random.Random, Triple]]:
@@ -171,6 +174,8 @@ def _fixed(triple: Triple, reason: Reason, part: DeclaredDispatcher | DeclaredRu
     workload = request.workloads[0]
     if reason.code in ("package", "version"):
         return specs, request, attrs.evolve(environment, packages={"lib": "9.0"})
+    if reason.code == "variable":
+        return specs, request, attrs.evolve(environment, variables={})
     changes: dict[str, Any] = {
         "device": {"devices": ("any",)},
         "arch": {"archs": ()},

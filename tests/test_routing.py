@@ -13,6 +13,7 @@ import torch
 from reference_moe import route as oracle_route
 
 from moe_core.errors import InputError, SpecError
+from moe_core.kernels import checks
 from moe_core.routing import RoutingSpec, route
 
 # Logits reach about +-8 here. An exponential turns their fp32 rounding (6e-8 relative) into up to 8 x 6e-8, and two
@@ -258,6 +259,23 @@ def test_compiled_code_still_refuses_nan() -> None:
     compiled(torch.zeros(3, 4), spec)
     with pytest.raises(RuntimeError, match=r"NaN or \+inf in router logits"):
         compiled(torch.full((3, 4), math.nan), spec)
+
+
+@pytest.mark.parametrize("spec", [RoutingSpec(top_k=2), RoutingSpec(top_k=2, scoring="sigmoid", renormalize=False)])
+def test_weights_are_nan_where_no_error_can_be_raised(spec: RoutingSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "ASSERTING", ())
+    logits, valid = random_logits(5, 8), torch.tensor([True, True, True, True, False])
+    _, weights = route(logits, spec)
+    assert weights.isfinite().all()
+    logits[1, 3], logits[2, 5], logits[3, 0], logits[4] = math.nan, math.inf, -math.inf, math.nan
+    _, marked = route(logits, spec, valid=valid)
+    assert marked.isnan().all(1).tolist() == [False, True, True, False, False]
+    assert torch.equal(marked[0], weights[0])
+    assert (marked[4] == 0).all()
+    # A bad bias chooses wrong experts for everybody.
+    bias = torch.zeros(8)
+    bias[2] = math.nan
+    assert route(random_logits(5, 8), spec, correction_bias=bias)[1].isnan().all()
 
 
 @needs_cuda

@@ -11,9 +11,9 @@ from moe_core.feasibility import machine_reasons
 from moe_core.manager import BackendManager
 from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 
-_FROM_METADATA = ("package", "version")
+_WITHOUT_DEVICE = ("package", "version", "variable")
 # What cannot be changed by installing something is said first.
-_ORDER = ("device", "arch", "package", "version")
+_ORDER = ("device", "arch", *_WITHOUT_DEVICE)
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +56,7 @@ def backends_on(manager: BackendManager, environment: Environment, *, probed: bo
     Args:
         manager: The plugins.
         environment: The machine.
-        probed: Whether its device is known; if not, packages and versions alone are judged.
+        probed: Whether its device is known; if not, packages and variables alone are judged.
     """
     backends = [_ready(manager, name, environment, probed) for name in manager.names()]
     backends += [_failed(failure) for failure in manager.failures()]
@@ -69,7 +69,7 @@ def _ready(manager: BackendManager, name: str, environment: Environment, probed:
         part.short_name: tuple(
             reason
             for reason in machine_reasons(part, spec.requirements, environment)
-            if probed or reason.code in _FROM_METADATA
+            if probed or reason.code in _WITHOUT_DEVICE
         )
         for part in parts_of(spec)
     }

@@ -111,6 +111,7 @@ def _view(
         "device": ", ".join(dict.fromkeys(filter(None, (device, environment.device_name, environment.driver)))),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
+        "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
         "plugins": os.environ.get(ALLOW_LIST_VARIABLE, "") and f"only {os.environ[ALLOW_LIST_VARIABLE]} (by variable)",
     }
     plugins = table("PLUGIN", "VERSION", "STATUS")

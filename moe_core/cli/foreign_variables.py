@@ -1,7 +1,7 @@
 """Environment variables with which other projects choose MoE kernels, and what says the same here.
 
 moe-core reads none of them but the one in `deprecated`; a user who moves here should hear that they are without effect.
-Those of a vendor's library act all the same, inside the library.
+One of a vendor's library acts all the same, inside the library; those that plugins know of are part of the machine.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "VLLM_USE_FLASHINFER_MOE_FP8": ("which kernel runs", _RUNNER),
     "VLLM_USE_FLASHINFER_MOE_FP4": ("which kernel runs", _RUNNER),
     "VLLM_PLUGINS": ("which plugins are loaded", "MOE_CORE_PLUGINS"),
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": ("tokens are sent in int8", _LIBRARY),
-    "DEEP_USE_MODE": ("which dispatch kernel runs", _LIBRARY),
-    "MOE_EXPERT_TOKEN_NUMS_TYPE": ("whether counts are cumulative", _LIBRARY),
-    "MOE_ENABLE_TOPK_NEG_ONE": ("whether id -1 is taken", _LIBRARY),
-    "HCCL_BUFFSIZE": ("the size of communication buffers", _LIBRARY),
     "FLASHINFER_NVFP4_4OVER6": ("how NVFP4 scales are chosen", _LIBRARY),
 }
 #: Prefixes of projects that choose kernels by variables.

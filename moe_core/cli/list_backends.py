@@ -41,7 +41,10 @@ def list_backends(
 ) -> None:
     """List the installed backends and whether each can run on this machine."""
     manager = default_manager()
-    environment = manager.probe() if probe else unprobed_environment(manager.modules_required())
+    if probe:
+        environment = manager.probe()
+    else:
+        environment = unprobed_environment(manager.modules_required(), manager.variables_read())
     backends = backends_on(manager, environment, probed=probe)
     if as_json:
         print_json(_json(backends, environment, probe))

@@ -8,15 +8,58 @@ from moe_core.errors import InputError
 from moe_core.payloads import Tensor
 
 _ID_DTYPES = (torch.int32, torch.int64)
+#: Where a check can be an error: on the host, or an assertion that a device makes without being waited for. For others
+#: torch may compute the assertion on the CPU, a wait in every forward which no graph can capture, or not at all.
+ASSERTING = ("cpu", "cuda")
+
+
+def can_assert(tensor: Tensor) -> bool:
+    """Whether a wrong value on this tensor's device can be an error; elsewhere it becomes NaN in what depends on it."""
+    return tensor.device.type in ASSERTING
+
+
+def checked_slots(topk_ids: Tensor, topk_weights: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """The ids and weights with which a dispatcher goes on: every id is in range or -1.
+
+    Where nothing can be asserted an id out of range becomes -1, and all weights of its token NaN; if the token has no
+    other it goes to the first slot, since only a row can bring a NaN back.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64.
+        topk_weights: `[T, K]` any float dtype.
+        num_slots: Slots over all ranks.
+
+    Raises:
+        InputError: As `check_ids`.
+    """
+    if can_assert(topk_ids):
+        check_ids(topk_ids, num_slots)
+        return topk_ids, topk_weights
+    check_id_dtype(topk_ids)
+    is_wrong = (topk_ids < -1) | (topk_ids >= num_slots)
+    has_wrong, ids = is_wrong.any(1, keepdim=True), torch.where(is_wrong, -1, topk_ids)
+    is_lost = has_wrong & (ids < 0).all(1, keepdim=True)
+    ids = torch.cat([torch.where(is_lost, 0, ids[:, :1]), ids[:, 1:]], dim=1)
+    return ids, torch.where(has_wrong, torch.nan, topk_weights)
+
+
+def named_once(topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids of which no token repeats one: a repetition becomes -1, and all weights of its token NaN.
+
+    For blocks with a row per token, on devices where an overflow cannot be asserted.
+    """
+    is_same = (topk_ids[:, :, None] == topk_ids[:, None, :]) & (topk_ids >= 0)[:, :, None]
+    is_repeated = is_same.tril(-1).any(2)
+    weights = torch.where(is_repeated.any(1, keepdim=True), torch.nan, topk_weights)
+    return torch.where(is_repeated, -1, topk_ids), weights
 
 
 def check_ids(topk_ids: Tensor, num_experts: int) -> None:
     """Every id is -1 (no expert) or in `0..num_experts - 1`; any other negative id is an error, not padding.
 
-    A second spelling of "no expert" would hide a broken id map, so only -1 is taken. On accelerators and under
-    compilation the range is a device-side assertion: it stops the stream and never waits for it, where the device type
-    has one. Where it has none (`npu`), torch computes the assertion on the CPU and waits in every call: a dispatcher
-    for such devices looks by itself, for example by making the output of a token with a wrong id NaN.
+    A second spelling of "no expert" would hide a broken id map, so only -1 is taken. On a GPU and under compilation the
+    range is a device-side assertion: it stops the stream and never waits for it. For devices that have none see
+    `checked_slots`.
 
     Raises:
         InputError: `topk_ids` is not int32 or int64, or (on CPU) names an id out of range.

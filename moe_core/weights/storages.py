@@ -161,6 +161,8 @@ def is_needed(tensor: StoredTensor, scheme: QuantScheme) -> bool:
         "bias": True,
         "scale": scheme.is_quantized,
         "zero_point": scheme.zero_point is True,
+        # Nothing reads them; a file without has lost more than they say.
+        "zeros": True,
         "global_scale": scheme.global_scale is True,
         "input_scale": scheme.activation_scaling == "static",
     }.get(tensor.role, False)

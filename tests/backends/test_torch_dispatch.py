@@ -12,6 +12,7 @@ from layers import (
     fp8_tokens,
     layer_output,
     layer_outputs,
+    outputs_without_assertions,
     random_tensors,
     random_tokens,
 )
@@ -19,10 +20,12 @@ from ranks import RankError, run_on_ranks
 from reference_moe import rel
 
 from moe_core import ExpertGroup, ExpertPlacement, LayerRequest, Workload
+from moe_core.backends.torch import local
 from moe_core.errors import InputError, ResolutionError
-from moe_core.kernels import ops
+from moe_core.kernels import checks, ops
 from moe_core.kernels.wire import decode_message, encode_message
 from moe_core.specs import TokenDtype
+from moe_core.testing.capture import emulated_graph
 
 SMALL = LayerRequest(num_experts=7, top_k=3, hidden_size=40, intermediate_size=24, dtype="fp32", bias=True)
 MODES = ("standard", "contiguous", "masked")
@@ -118,6 +121,87 @@ def test_all_to_all_gives_every_rank_its_own_rows(counts: tuple[int, ...], place
         for mode, output in zip(MODES, outputs, strict=True):
             assert output.shape == want.shape
             assert rel(output, want) < 2e-6 or not want.numel(), mode
+
+
+class TestDevicesWithoutAssertion:
+    """A wrong id cannot be an error there; it makes its token NaN, and nobody waits to find out."""
+
+    @pytest.fixture(autouse=True)
+    def _device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "ASSERTING", ())
+
+    def tokens(self, seed: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden, ids, weights = random_tokens(SMALL, 6, seed)
+        # Experts of a token differ: a block has one row for each token.
+        ids = torch.rand(6, 7, generator=torch.Generator().manual_seed(seed)).topk(top_k, dim=1).indices
+        return hidden, ids, weights[:, :top_k]
+
+    def spoil(self, ids: torch.Tensor) -> list[int]:
+        """Ids that are out of range, in a token that has other experts and in one that has none."""
+        ids[1, 0], ids[3], ids[4, 1] = 7, torch.tensor([-1, 9, -1]), -1
+        return [1, 3]
+
+    def compare(self, output: torch.Tensor, want: torch.Tensor, bad: list[int], tolerance: float = 2e-6) -> None:
+        good = [token for token in range(6) if token not in bad]
+        assert output[bad].isnan().all()
+        assert rel(output[good].double(), want[good]) < tolerance
+
+    @pytest.mark.parametrize("weight_on_input", [False, True])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_on_one_rank(self, mode: str, weight_on_input: bool) -> None:
+        request, tensors = _with(mode, weight_on_input=weight_on_input), random_tensors(SMALL)
+        hidden, ids, weights = self.tokens(0)
+        want = exact(request, tensors, (hidden, ids.clone(), weights))
+        bad = self.spoil(ids)
+        want[4] = exact(request, tensors, (hidden, ids.clamp(max=6), weights))[4]
+        self.compare(build(request, tensors)(hidden, ids, weights), want, bad)
+
+    def test_a_repeated_id_where_a_block_has_a_row_per_token(self) -> None:
+        request, tensors = _with("masked"), random_tensors(SMALL)
+        hidden, ids, weights = self.tokens(0)
+        want = exact(request, tensors, (hidden, ids, weights))
+        ids[2, 2] = ids[2, 0]
+        self.compare(build(request, tensors)(hidden, ids, weights), want, [2])
+
+    def test_replicated_tokens(self) -> None:
+        request, tensors = _with("standard", ep_size=3, token_placement="replicated"), random_tensors(SMALL)
+        hidden, ids, weights = self.tokens(0)
+        want = exact(request, tensors, (hidden, ids.clone(), weights))
+        bad = self.spoil(ids)
+        want[4] = exact(request, tensors, (hidden, ids.clamp(max=6), weights))[4]
+        layers = [build(request, tensors, ExpertGroup(rank=rank, size=3)) for rank in range(3)]
+        self.compare(sum(layer(hidden, ids, weights) for layer in layers), want, bad)
+
+    def test_between_ranks(self) -> None:
+        requests = [_with(mode, "torch_alltoall", ep_size=2) for mode in MODES]
+        tensors, tokens = random_tensors(SMALL), [self.tokens(rank) for rank in range(2)]
+        answers = []
+        for hidden, ids, weights in tokens:
+            bad = self.spoil(ids)
+            answers.append(exact(SMALL, tensors, (hidden, ids.clamp(max=6), weights)))
+        for rank, outputs in enumerate(
+            run_on_ranks(outputs_without_assertions, [(requests, tensors, own) for own in tokens])
+        ):
+            assert isinstance(outputs, torch.Tensor), outputs
+            for output in outputs:
+                self.compare(output, answers[rank], bad)
+
+    @pytest.mark.parametrize("mode", MODES[1:])
+    def test_a_captured_forward_finds_it_too(self, mode: str) -> None:
+        request = _with(mode)
+        plan = build(request, random_tensors(request)).plan
+        bind = {"contiguous": local.bind_contiguous, "masked": local.bind_masked}[mode]
+        dispatch, combine = bind(plan, plan.routes[0], ExpertGroup())
+
+        def forward(tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            dispatched, handle = dispatch(*tokens)
+            return combine(dispatched.hidden_states, handle)
+
+        tokens = self.tokens(0)
+        replay = emulated_graph(forward, tokens, self.tokens(1))
+        assert replay().isfinite().all()
+        self.spoil(tokens[1])
+        assert replay().isnan().any(1).tolist() == [False, True, False, True, False, False]
 
 
 def test_all_to_all_with_the_weight_on_the_input_and_more_ranks_than_experts() -> None:

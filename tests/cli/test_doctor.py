@@ -14,7 +14,12 @@ pytestmark = pytest.mark.error_path
 @pytest.fixture(scope="module")
 def document(moe_core):
     result = moe_core(
-        "doctor", "--json", sites=("broken", "vendors"), SGLANG_DEEPEP_BF16_DISPATCH="1", VLLM_SOMETHING_NEW="x"
+        "doctor",
+        "--json",
+        sites=("broken", "vendors"),
+        SGLANG_DEEPEP_BF16_DISPATCH="1",
+        VLLM_SOMETHING_NEW="x",
+        VENDOR_MODE="other",
     )
     assert result.returncode == 1
     return json.loads(result.stdout)
@@ -62,3 +67,10 @@ def test_variables_of_other_projects(document):
     assert variables["VLLM_SOMETHING_NEW"]["here"] == "not read"
     assert foreign_variables({"PATH": "/bin"}) == []
     assert [variable.name for variable in foreign_variables(dict.fromkeys(KNOWN, "1"))] == sorted(KNOWN)
+
+
+def test_variables_that_plugins_libraries_read_are_part_of_the_machine(document, moe_core):
+    assert document["environment"]["variables"] == {"VENDOR_MODE": "other"}
+    assert "VENDOR_MODE" not in {variable["name"] for variable in document["variables"]}
+    screen = moe_core("doctor", sites=("vendors",), VENDOR_MODE="other", COLUMNS="160").stdout
+    assert any(line.split() == ["variables", "VENDOR_MODE=other"] for line in screen.splitlines())

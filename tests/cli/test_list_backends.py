@@ -71,6 +71,11 @@ def test_strict_fails_and_names_the_broken_plugins(broken):
     )
 
 
+def test_a_variable_that_contradicts_a_library_is_a_reason(moe_core):
+    result = moe_core(*NOT_PROBED, "-v", sites=("vendors",), VENDOR_MODE="other", COLUMNS="160")
+    assert "variable: needs VENDOR_MODE unset or default, found VENDOR_MODE=other" in result.stdout
+
+
 def test_broken_plugins_do_not_matter_without_strict(moe_core):
     assert moe_core(*NOT_PROBED, sites=("broken",)).returncode == 0
 

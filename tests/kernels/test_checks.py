@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_core.errors import InputError
-from moe_core.kernels.checks import check_ids, check_tokens
+from moe_core.kernels import checks
+from moe_core.kernels.checks import check_ids, check_tokens, checked_slots, named_once
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -38,6 +39,35 @@ def test_compiled_range_check_has_no_break_and_still_fires() -> None:
     assert compiled(torch.tensor([[1, -1]])).tolist() == [[2, -2]]
     with pytest.raises(RuntimeError, match=r"-1\.\.5"):
         compiled(torch.tensor([[1, 6]]))
+
+
+def test_what_can_be_checked_by_an_error_is_left_as_it_is() -> None:
+    ids, weights = torch.tensor([[0, -1]]), torch.ones(1, 2)
+    assert all(map(torch.equal, checked_slots(ids, weights, 2), (ids, weights)))
+    with pytest.raises(InputError, match="2 is out of range"):
+        checked_slots(ids + 2, weights, 2)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.int32, torch.bfloat16), (torch.int64, torch.float32)])
+def test_where_no_error_can_be_raised_a_token_becomes_nan(
+    dtype: torch.dtype, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "ASSERTING", ())
+    given = torch.tensor([[0, 4], [5, 1], [2, -2], [-1, 3], [-1, -1], [-1, 7]], dtype=dtype)
+    ids, weights = checked_slots(given, torch.ones(6, 2, dtype=weight_dtype), 5)
+    assert (ids.dtype, weights.dtype) == (dtype, weight_dtype)
+    # The last one would have no expert left to bring its NaN.
+    assert ids.tolist() == [[0, 4], [-1, 1], [2, -1], [-1, 3], [-1, -1], [0, -1]]
+    assert weights.isnan().tolist() == [[word] * 2 for word in (False, True, True, False, False, True)]
+    with pytest.raises(InputError, match="int32 or int64"):
+        checked_slots(given.float(), weights, 5)
+
+
+def test_a_token_that_repeats_an_id_becomes_nan() -> None:
+    given = torch.tensor([[0, 1, 2], [3, 3, 1], [-1, -1, 2], [4, 0, 4], [2, 2, 2]])
+    ids, weights = named_once(given, torch.ones(5, 3))
+    assert ids.tolist() == [[0, 1, 2], [3, -1, 1], [-1, -1, 2], [4, 0, -1], [2, -1, -1]]
+    assert weights.isnan().tolist() == [[word] * 3 for word in (False, True, False, True, True)]
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:

@@ -116,6 +116,10 @@ def set_offset(tensors: dict[str, Tensor]) -> None:
     tensors[f"{MODULE}.2.up_proj.weight_offset"][3] = 1.0
 
 
+def drop_offset(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{MODULE}.2.up_proj.weight_offset"]
+
+
 def large_code(tensors: dict[str, Tensor]) -> None:
     tensors[f"{MODULE}.2.up_proj.weight"][3, 4] = 8
 
@@ -147,6 +151,7 @@ def float_scales(factor: float) -> Change:
         ("gptq", INT4_GROUPS, act_order, "1.gate_proj.g_idx: the groups follow the order of activations"),
         ("gptq", INT4_GROUPS, raise_zeros, "these are not all zero; a storage of the other GPTQ format?"),
         ("modelslim_w8a8", W8A8_INT8, set_offset, "2.up_proj.weight_offset: offsets that are not zero"),
+        ("modelslim_w8a8", W8A8_INT8, drop_offset, "2.up_proj.weight_offset"),
         ("modelslim_w4a4", W4A4_INT4, large_code, "2.up_proj.weight: values outside -8..7"),
         ("scaled", TILES, not_finite("weight_scale_inv", math.inf), "expert 1 has scales that are not finite"),
         ("scaled", W8A8_INT8, not_finite("weight_scale_inv", math.nan), "expert 1 has scales that are not finite"),

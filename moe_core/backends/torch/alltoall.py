@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_core.backends.torch.local import combine_rows, local_permutation
-from moe_core.kernels.checks import check_ids
+from moe_core.kernels.checks import checked_slots
 from moe_core.kernels.ops import combine
 from moe_core.kernels.wire import decode_message, encode_message
 from moe_core.payloads import TORCH_DTYPES, CombineFn, DispatchFn, ExpertGroup, StandardTokens, Tensor
@@ -57,7 +57,7 @@ class AllToAll:
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[StandardTokens, Exchange]:
         """`[T, H]` of this rank -> the rows `[R, H]` that need this rank's experts, with local ids `[R, K]`."""
-        check_ids(topk_ids, self._num_slots)
+        topk_ids, topk_weights = checked_slots(topk_ids, topk_weights, self._num_slots)
         self._to(topk_ids.device)
         safe = topk_ids.long().clamp(min=0)
         owner = torch.where(topk_ids < 0, -1, self._owner[safe])

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from moe_core.kernels import ops
-from moe_core.kernels.checks import check_ids
+from moe_core.kernels.checks import can_assert, checked_slots, named_once
 from moe_core.payloads import (
     TORCH_DTYPES,
     CombineFn,
@@ -31,20 +31,20 @@ LocalHandle: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 class LocalIds:
-    """Checked slots `[T, K]` -> ids of this rank's experts, -1 for those of other ranks."""
+    """Slots `[T, K]` and their weights -> ids of this rank's experts, -1 for those of other ranks, and the weights."""
 
     def __init__(self, plan: MoEPlan, group: ExpertGroup) -> None:
         """Look up this rank's slots."""
         self._num_slots = plan.request.num_slots
         self._slots = plan.request.local_slots(group.rank)
 
-    def __call__(self, topk_ids: Tensor) -> Tensor:
-        """The local ids; raises `InputError` for ids out of range."""
-        check_ids(topk_ids, self._num_slots)
+    def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The local ids and the weights; slots out of range are as in `checks.checked_slots`."""
+        topk_ids, topk_weights = checked_slots(topk_ids, topk_weights, self._num_slots)
         if len(self._slots) == self._num_slots:
-            return topk_ids
+            return topk_ids, topk_weights
         is_here = (topk_ids >= self._slots.start) & (topk_ids < self._slots.stop)
-        return torch.where(is_here, topk_ids - self._slots.start, -1)
+        return torch.where(is_here, topk_ids - self._slots.start, -1), topk_weights
 
 
 @attrs.define(eq=False)
@@ -87,6 +87,9 @@ class LocalPermutation:
         self, hidden_states: Tensor, local_ids: Tensor, topk_weights: Tensor
     ) -> tuple[MaskedTokens, LocalHandle]:
         """`[T, H]` -> one block of rows per expert."""
+        can_fail = can_assert(local_ids)
+        if not can_fail:
+            local_ids, topk_weights = named_once(local_ids, topk_weights)
         num_rows = self._rows_per_expert(local_ids)
         on_input, on_output = self._sides(topk_weights)
         values, scales = self._rounded(hidden_states, on_input)
@@ -101,7 +104,7 @@ class LocalPermutation:
         )
         if self.codes is not None and scales is None:
             tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=tokens.masked_m)
-        if local_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        if can_fail and (local_ids.device.type != "cpu" or torch.compiler.is_compiling()):
             torch._assert_async(
                 (tokens.masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
@@ -147,8 +150,8 @@ def bind_standard(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[Disp
     local_ids = LocalIds(plan, group)
 
     def dispatch(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[StandardTokens, None]:
-        ids = local_ids(topk_ids)
-        return StandardTokens(hidden_states=hidden_states, topk_ids=ids, topk_weights=topk_weights), None
+        ids, weights = local_ids(topk_ids, topk_weights)
+        return StandardTokens(hidden_states=hidden_states, topk_ids=ids, topk_weights=weights), None
 
     def finish(rows: Tensor, handle: None) -> Tensor:
         return rows
@@ -175,7 +178,7 @@ def _bind_permuted(
     def dispatch(
         hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[ContiguousTokens | MaskedTokens, LocalHandle]:
-        return permuted(hidden_states, local_ids(topk_ids), topk_weights)  # type: ignore[return-value]
+        return permuted(hidden_states, *local_ids(topk_ids, topk_weights))  # type: ignore[return-value]
 
     def finish(rows: Tensor, handle: LocalHandle) -> Tensor:
         return combine_rows(rows, handle, dtype)

@@ -17,16 +17,12 @@ from moe_core.errors import PluginError
 from moe_core.kernel_library import require_keywords
 from moe_core.payloads import CombineFn, ContiguousTokens, DispatchFn, ExpertGroup, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_ascend.deepep_buffers import BUFFERS, buffer_key
+from moe_plugin_ascend import variables
+from moe_plugin_ascend.deepep_buffers import BUFFERS, NORMAL, Geometry, low_latency_geometry
 from moe_plugin_ascend.deepep_specs import DEEP_EP, crosses_hosts
 from moe_plugin_ascend.environment_lock import ENVIRONMENT
 from moe_plugin_ascend.expert_ids import LibraryIds, at_least_one
-from moe_plugin_ascend.library_settings import check_settings
 
-#: Whether the normal mode sends int8, wherever no argument says so.
-INT8_VARIABLE = "DEEP_NORMAL_MODE_USE_INT8_QUANT"
-#: Whether the low-latency mode skips slots with id -1.
-SKIP_VARIABLE = "MOE_ENABLE_TOPK_NEG_ONE"
 #: Element type of the tokens that arrive for each dispatch dtype.
 _ARRIVES = {"bf16": torch.bfloat16, "int8": torch.int8}
 #: Rows, or rows and their scales.
@@ -53,12 +49,11 @@ class Sent:
 class _Exchange:
     """What the modes have in common: the buffer, the ids, and the form of what arrives."""
 
-    def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup, mode: str) -> None:
-        key = buffer_key(plan, route, group, mode)
-        check_settings(plan, route, key.capacity)
-        self._buffer = BUFFERS.get(key)
-        self._num_experts, self._capacity = key.num_experts, key.capacity
-        self._ids = LibraryIds(plan.request)
+    def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup, ids: LibraryIds, geometry: Geometry) -> None:
+        # The buffer goes when nobody holds this any more.
+        user = route.dispatcher or route.runner
+        self._shared = BUFFERS.get(group.require_process_group(user.full_name), geometry)
+        self._ids = ids
         self._num_local_experts = len(plan.request.local_slots(group.rank))
         self._dtype = route.token_dtype.dtype
 
@@ -84,14 +79,15 @@ class NormalExchange(_Exchange):
 
         Raises:
             InputError: The group has no process group.
-            PluginError: The environment contradicts the route, or the library cannot be loaded or has other functions.
+            PluginError: The library cannot be loaded or has other functions.
         """
-        super().__init__(plan, route, group, "normal")
-        takes_dtype = "quant_mode" in inspect.signature(self._buffer.dispatch).parameters
+        super().__init__(plan, route, group, LibraryIds(plan.request), NORMAL)
+        buffer = self._shared.buffer
+        takes_dtype = "quant_mode" in inspect.signature(buffer.dispatch).parameters
         self._arguments = {"quant_mode": self._dtype} if takes_dtype else {}
-        self._layout = require_keywords(self._buffer.get_dispatch_layout, "topk_idx", "num_experts", of=DEEP_EP)
+        self._layout = require_keywords(buffer.get_dispatch_layout, "topk_idx", "num_experts", of=DEEP_EP)
         self._dispatch = require_keywords(
-            self._buffer.dispatch,
+            buffer.dispatch,
             "x",
             "num_tokens_per_rank",
             "num_tokens_per_rdma_rank",
@@ -102,14 +98,14 @@ class NormalExchange(_Exchange):
             *self._arguments,
             of=DEEP_EP,
         )
-        self._combine = require_keywords(self._buffer.combine, "x", "handle", of=DEEP_EP)
+        self._combine = require_keywords(buffer.combine, "x", "handle", of=DEEP_EP)
         # Across hosts the library drops the argument.
         self._needs_variable = not takes_dtype or crosses_hosts(route)
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ContiguousTokens, Sent]:
         """`[T, H]` of this rank -> the rows `[R, H]` for its experts."""
         x, ids, weights = at_least_one(hidden_states, *self._ids(topk_ids, topk_weights))
-        per_rank, per_host, per_expert, is_in_rank, _ = self._layout(topk_idx=ids, num_experts=self._num_experts)
+        per_rank, per_host, per_expert, is_in_rank, _ = self._layout(topk_idx=ids, num_experts=self._ids.num_experts)
         with self._environment():
             received, _, _, counts, handle, _ = self._dispatch(
                 x=x,
@@ -132,7 +128,7 @@ class NormalExchange(_Exchange):
     def _environment(self) -> AbstractContextManager[None]:
         if not self._needs_variable:
             return nullcontext()
-        return ENVIRONMENT.holding(INT8_VARIABLE, str(int(self._dtype == "int8")))
+        return ENVIRONMENT.holding(variables.INT8, str(int(self._dtype == "int8")))
 
 
 class LowLatencyExchange(_Exchange):
@@ -140,14 +136,17 @@ class LowLatencyExchange(_Exchange):
 
     def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup) -> None:
         """Get the buffer; errors as `NormalExchange`."""
-        super().__init__(plan, route, group, "low_latency")
-        known = inspect.signature(self._buffer.low_latency_dispatch).parameters
+        ids = LibraryIds(plan.request)
+        geometry = low_latency_geometry(plan, route, ids.num_experts)
+        super().__init__(plan, route, group, ids, geometry)
+        buffer, self._capacity = self._shared.buffer, geometry.capacity
+        known = inspect.signature(buffer.low_latency_dispatch).parameters
         is_int8 = self._dtype == "int8"
         # What the library calls fp8 here is int8 on these machines.
         self._arguments = {"use_fp8": is_int8, **({"quant_mode": "int8"} if is_int8 and "quant_mode" in known else {})}
         self._takes_weights = "topk_weights" in known
         self._dispatch = require_keywords(
-            self._buffer.low_latency_dispatch,
+            buffer.low_latency_dispatch,
             "x",
             "topk_idx",
             "num_max_dispatch_tokens_per_rank",
@@ -156,19 +155,19 @@ class LowLatencyExchange(_Exchange):
             of=DEEP_EP,
         )
         self._combine = require_keywords(
-            self._buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", of=DEEP_EP
+            buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", of=DEEP_EP
         )
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ContiguousTokens, Sent]:
         """`[T, H]` of this rank -> as many rows `[R, H]` as may arrive; those past the counts are undefined."""
         x, ids, weights = at_least_one(hidden_states, *self._ids(topk_ids, topk_weights))
         more = {"topk_weights": weights} if self._takes_weights else {}
-        with ENVIRONMENT.holding(SKIP_VARIABLE, "1"):
+        with ENVIRONMENT.holding(variables.SKIP, "1"):
             received, counts, handle, _, _ = self._dispatch(
                 x=x,
                 topk_idx=ids,
                 num_max_dispatch_tokens_per_rank=self._capacity,
-                num_experts=self._num_experts,
+                num_experts=self._ids.num_experts,
                 **self._arguments,
                 **more,
             )
@@ -176,7 +175,7 @@ class LowLatencyExchange(_Exchange):
 
     def combine(self, rows: Tensor, sent: Sent) -> Tensor:
         """Unweighted rows `[R, H]` -> `[T, H]`."""
-        with ENVIRONMENT.holding(SKIP_VARIABLE, "1"):
+        with ENVIRONMENT.holding(variables.SKIP, "1"):
             combined, _, _ = self._combine(
                 x=rows.contiguous(), topk_idx=sent.topk_ids, topk_weights=sent.topk_weights, handle=sent.handle
             )

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_core.specs import DispatcherSpec, Limit, Requirement, TokenDtype
+from moe_core.specs import BufferSize, DispatcherSpec, Limit, Requirement, TokenDtype
+from moe_plugin_ascend import variables
 from moe_plugin_ascend.machine import DEVICES
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ _EXPERTS = Limit("num_experts", "<=", 512)
 _SEVERAL = Limit("ep_size", ">=", 2, _ALONE)
 
 
-def _deepep(mode: str, arch: str, sends: tuple[TokenDtype, ...], limits: tuple[Limit, ...]) -> DispatcherSpec:
+def _deepep(
+    mode: str, arch: str, sends: tuple[TokenDtype, ...], buffer_size: BufferSize, limits: tuple[Limit, ...]
+) -> DispatcherSpec:
     low_latency = "low_latency" in mode
+    rounds = () if low_latency else variables.ONE_ROUND
+    hosts = () if arch == "a3" else variables.BETWEEN_HOSTS if mode == _BETWEEN_HOSTS else variables.ON_ONE_HOST
     return DispatcherSpec(
         name="deepep",
         mode=mode,
@@ -50,6 +55,8 @@ def _deepep(mode: str, arch: str, sends: tuple[TokenDtype, ...], limits: tuple[L
         archs=(arch,),
         limits=(_TOP_K, _EXPERTS, *limits),
         requirements=(DEEP_EP,),
+        settings=(*variables.EXPECTED, *rounds, *hosts),
+        buffer_sizes=(buffer_size,),
         # A prefill has more tokens than it takes; who does not say what a forward is gets the mode that takes any.
         phases=("decode", "verify") if low_latency else ("any", "prefill", "decode", "verify"),
         # Normal mode reads the counts on the host, in every forward.
@@ -70,6 +77,7 @@ DISPATCHERS = (
         "normal",
         "a3",
         (_INT8, _BF16),
+        variables.A3_NORMAL,
         (
             Limit("max_tokens", "<=", 8192, _CHUNKS),
             Limit("hidden_size", ">=", 1024),
@@ -77,11 +85,12 @@ DISPATCHERS = (
             Limit("ep_size", "in", _RANKS, f"{_ALONE}; deepep.low_latency takes other numbers"),
         ),
     ),
-    _deepep("low_latency", "a3", (_INT8, _BF16), (*_LOW_LATENCY, _SEVERAL)),
+    _deepep("low_latency", "a3", (_INT8, _BF16), variables.A3_LOW_LATENCY, (*_LOW_LATENCY, _SEVERAL)),
     _deepep(
         "a2_normal",
         "a2",
         (_INT8, _BF16),
+        variables.A2,
         (
             Limit("max_tokens", "<=", 8192, _CHUNKS),
             _A2_HIDDEN,
@@ -98,6 +107,7 @@ DISPATCHERS = (
         "a2",
         # Across hosts quantized tokens are not supported.
         (_BF16,),
+        variables.A2_TWO_HOSTS,
         (
             Limit("max_tokens", "<=", 4096, _CHUNKS),
             Limit("top_k", ">=", 2),
@@ -106,7 +116,13 @@ DISPATCHERS = (
         ),
     ),
     # Across hosts the low-latency mode cannot skip a slot without expert, which every model may have.
-    _deepep("a2_low_latency", "a2", (_INT8, _BF16), (*_LOW_LATENCY, _SEVERAL, Limit("ep_size", "<=", _ONE_HOST))),
+    _deepep(
+        "a2_low_latency",
+        "a2",
+        (_INT8, _BF16),
+        variables.A2,
+        (*_LOW_LATENCY, _SEVERAL, Limit("ep_size", "<=", _ONE_HOST)),
+    ),
 )
 
 

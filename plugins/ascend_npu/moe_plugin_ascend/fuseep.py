@@ -7,12 +7,11 @@ import torch
 from moe_core.kernel_library import require_keywords
 from moe_core.payloads import ExpertGroup, FusedFn, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_ascend.deepep_buffers import BUFFERS, buffer_key
+from moe_plugin_ascend.deepep_buffers import BUFFERS, low_latency_geometry
 from moe_plugin_ascend.deepep_specs import DEEP_EP
 from moe_plugin_ascend.expert_ids import LibraryIds, at_least_one
 from moe_plugin_ascend.fuseep_specs import FUSE_MODES
 from moe_plugin_ascend.fuseep_weights import prepare
-from moe_plugin_ascend.library_settings import check_settings
 
 __all__ = ["bind", "prepare"]
 
@@ -22,13 +21,13 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
 
     Raises:
         InputError: The group has no process group.
-        PluginError: The environment contradicts the route, or the installed library cannot be loaded or is too old.
+        PluginError: The installed library cannot be loaded or is too old.
     """
-    mode, key = FUSE_MODES[weights.layout], buffer_key(plan, route, group, "fused")
-    check_settings(plan, route, key.capacity)
-    buffer = BUFFERS.get(key)
-    fused_deep_moe = require_keywords(
-        buffer.fused_deep_moe,
+    mode, ids_of = FUSE_MODES[weights.layout], LibraryIds(plan.request)
+    geometry = low_latency_geometry(plan, route, ids_of.num_experts)
+    shared = BUFFERS.get(group.require_process_group(route.runner.full_name), geometry)
+    require_keywords(
+        shared.buffer.fused_deep_moe,
         "x",
         "topk_idx",
         "topk_weights",
@@ -42,9 +41,8 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
         "fuse_mode",
         of=DEEP_EP,
     )
-    ids_of = LibraryIds(plan.request)
     # One argument, two meanings: tokens that a rank brings, or rows that it may receive.
-    capacity = key.capacity if mode == 1 else key.capacity * plan.request.ep_size * key.top_k
+    capacity = geometry.capacity * (1 if mode == 1 else plan.request.ep_size * plan.request.top_k)
     w13, w2 = weights["w13"], weights["w2"]
     # Mode 2 wants the scales of all experts in one row.
     scales = [weights[name] if mode == 1 else weights[name].view(-1) for name in ("w13_scale", "w2_scale")]
@@ -56,7 +54,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
             # Its scale of an all-zero row divides by zero; experts without biases make zeros of zeros.
             ids = torch.where(hidden_states.any(1, keepdim=True), ids, -1)
         x, ids, row_weights = at_least_one(hidden_states, ids, row_weights)
-        output, _ = fused_deep_moe(
+        output, _ = shared.buffer.fused_deep_moe(
             x=x,
             topk_idx=ids,
             topk_weights=row_weights,
@@ -65,7 +63,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
             gmm2_weight=w2,
             gmm2_weight_scale=scales[1],
             num_max_dispatch_tokens_per_rank=capacity,
-            num_experts=key.num_experts,
+            num_experts=geometry.num_experts,
             quant_mode=1,
             fuse_mode=mode,
         )

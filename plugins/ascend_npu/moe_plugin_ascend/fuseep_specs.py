@@ -12,6 +12,7 @@ from __future__ import annotations
 from moe_core.activation import ActivationPattern
 from moe_core.quant import W8A8_INT8
 from moe_core.specs import Limit, RunnerSpec, TokenDtype
+from moe_plugin_ascend import variables
 from moe_plugin_ascend.deepep_specs import DEEP_EP
 from moe_plugin_ascend.machine import DEVICES
 
@@ -68,6 +69,8 @@ def _fuseep(layout: str, mode: int) -> RunnerSpec:
         archs=("a3",),
         limits=_LIMITS[mode],
         requirements=(DEEP_EP,),
+        settings=variables.EXPECTED,
+        buffer_sizes=(variables.FUSED[mode],),
         phases=("any", "decode", "verify"),
         # Below the grouped GEMMs, so that it runs where it is asked for: mode 1 takes few tokens, and a request may
         # leave open how many it has; mode 2 carries sums times weight scales in fp16, which large weights exceed.

@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
+from moe_core.kernels.checks import checked_slots
 from moe_core.payloads import CombineFn, ContiguousTokens, DispatchFn, ExpertGroup, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_ascend.expert_ids import checked
 from moe_plugin_ascend.operators import group_tokens, require_operators, weighted_sum
 
 #: The row of each slot, int32 `[T, K]`, -1 for none, and the router weights `[T, K]`.
@@ -26,7 +26,7 @@ def bind_contiguous(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[Di
     require_operators()
 
     def dispatch(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ContiguousTokens, Handle]:
-        topk_ids, topk_weights = checked(topk_ids, topk_weights, num_slots)
+        topk_ids, topk_weights = checked_slots(topk_ids, topk_weights, num_slots)
         # A slot without expert belongs to one more expert, that nobody has: every id is then a valid one.
         ids = torch.where(topk_ids < 0, num_slots, topk_ids).to(torch.int32)
         if ids.shape[0] == 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moe_core.errors import PluginError
 from moe_core.hookspecs import hookimpl
 from moe_core.specs import PluginSpec
-from moe_plugin_ascend import deepep_specs, fuseep_specs, local_specs, runner_specs
+from moe_plugin_ascend import deepep_specs, fuseep_specs, local_specs, runner_specs, variables
 from moe_plugin_ascend.machine import GENERATIONS, TORCH_NPU
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def declare_backends() -> PluginSpec:
         dispatchers=(*local_specs.DISPATCHERS, *deepep_specs.DISPATCHERS),
         runners=(*runner_specs.RUNNERS, *fuseep_specs.RUNNERS),
         requirements=(TORCH_NPU,),
+        variables=variables.SET_BY_CALLS,
         generations=GENERATIONS,
     )
 

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-from ascend_layers import A2, A3, manager, plan_of, request
+from ascend_layers import A2, A2_HOSTS, A3, manager, plan_of, request
 
 from moe_core import LayerRequest, Workload
 from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
@@ -54,6 +54,13 @@ def test_a_fused_plan_has_no_dispatcher(mode: int) -> None:
     assert str(route.token_dtype) == "bf16"
 
 
+@pytest.mark.error_path
+@pytest.mark.parametrize(("a2a", "runner"), [("ascend_fuseep", "ascend"), ("deepep", "fuseep")])
+def test_who_wants_a_dispatcher_beside_the_fused_call_is_told_that_there_is_none(a2a: str, runner: str) -> None:
+    with pytest.raises(ResolutionError, match=r"; fuseep\.mode1 moves tokens itself: it has no dispatcher"):
+        plan_of(quant=W8A8_INT8, a2a_backend=a2a, runner_backend=runner, workloads=DECODE)
+
+
 def test_the_fused_call_is_for_those_who_ask() -> None:
     assert plan_of(quant=W8A8_INT8, workloads=DECODE).routes[0].runner.spec.name == "ascend"
     assert plan_of(quant=W8A8_INT8, workloads=DECODE, prefer=["ascend_fuseep"]).routes[0].runner.spec.name == "fuseep"
@@ -71,7 +78,7 @@ def test_wider_layers_get_the_fused_mode_that_takes_them() -> None:
         pytest.param(A3, {}, "normal", "int8/token", id="a3"),
         pytest.param(A2, {"hidden_size": 7168}, "a2_normal", "int8/token", id="a2"),
         pytest.param(A2, {"workloads": DECODE}, "a2_low_latency", "int8/token", id="a2 low latency"),
-        pytest.param(A2, {"hidden_size": 7168, "ep_size": 16}, "a2_normal_two_hosts", "bf16", id="between a2 hosts"),
+        pytest.param(A2_HOSTS, {"hidden_size": 7168, "ep_size": 16}, "a2_normal_two_hosts", "bf16", id="two a2 hosts"),
     ],
 )
 def test_the_mode_of_a_machine(machine: Environment, fields: dict[str, Any], mode: str, dtype: str) -> None:

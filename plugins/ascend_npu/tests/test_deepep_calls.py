@@ -9,16 +9,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ascend_layers import A2, A3, manager, small, stored
-from moe_plugin_ascend import deepep, deepep_buffers, fuseep
-from moe_plugin_ascend.deepep_buffers import BufferKey, buffer_key
-from moe_plugin_ascend.expert_ids import marked
+from ascend_layers import A2_HOSTS, A3, manager, small
+from moe_plugin_ascend import deepep, fuseep
 from recorder import VARIABLES, Recorder
 
-from moe_core import ExpertGroup, Workload
+from moe_core import ExpertGroup, Workload, rank_buffers
 from moe_core.errors import InputError, PluginError
+from moe_core.kernels import checks
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W8A8_INT8
+from moe_core.rank_buffers import BufferRegistry, SharedBuffer
+from moe_core.testing.examples import stored_layer
 
 #: Compared by identity alone.
 GROUP = ExpertGroup(rank=0, size=2, process_group=cast(Any, object()))
@@ -27,10 +28,11 @@ GROUP = ExpertGroup(rank=0, size=2, process_group=cast(Any, object()))
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Recorder]]:
     made = type("Made", (Recorder,), {"seen": []})
-    registry = deepep_buffers.BufferRegistry(made)
+    registry = BufferRegistry(lambda group, geometry: made(group, geometry), lambda buffer: None)
+    monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: [mine, mine])
     for module in (deepep, fuseep):
         monkeypatch.setattr(module, "BUFFERS", registry)
-    for name in (*VARIABLES, "HCCL_BUFFSIZE", "DEEPEP_HCCL_BUFFSIZE"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield made
     assert not any(name in os.environ for name in VARIABLES), "a call left a variable behind"
@@ -91,18 +93,16 @@ def test_normal_mode_says_the_dtype_by_argument_or_by_environment(
 ) -> None:
     bound("normal", quant)[0](*tokens())
     recorder.old = True
-    bound("normal", quant, num_experts=8)[0](*tokens())
+    deepep.BUFFERS.free_unused(GROUP.process_group)
+    bound("normal", quant)[0](*tokens())
     told = [(arguments["quant_mode"], variables[0]) for _, arguments, variables in recorder.seen]
     assert told == [(word, None), (None, flag)]
 
 
 def test_between_hosts_the_environment_says_it_too(recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0", "HCCL_BUFFSIZE": "4096"}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
     dispatch, _ = bound(
         "a2_normal_two_hosts",
-        machine=A2,
+        machine=A2_HOSTS,
         hidden_size=7168,
         ep_size=16,
         num_experts=32,
@@ -144,12 +144,18 @@ def test_an_id_out_of_range_is_an_error_on_the_host(recorder: type[Recorder], mo
         raise AssertionError("it was sent")
 
 
-def test_an_id_out_of_range_makes_its_token_nan_on_a_device() -> None:
-    given = torch.tensor([[0, 4], [5, 1], [2, -2], [-1, 3], [-1, -1], [-1, 7]])
-    ids, weights = marked(given, torch.ones(6, 2), 5)
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_an_id_out_of_range_makes_its_token_nan_on_a_device(
+    recorder: type[Recorder], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "ASSERTING", ())
+    hidden, ids, weights = tokens()
+    ids[1, 1], ids[2] = 5, torch.tensor([-1, 7])
+    bound(mode)[0](hidden, ids, weights)
+    (_, arguments, _) = recorder.seen[0]
     # The last one would have no expert left to bring its NaN.
-    assert ids.tolist() == [[0, 4], [-1, 1], [2, -1], [-1, 3], [-1, -1], [0, -1]]
-    assert weights.isnan().tolist() == [[word] * 2 for word in (False, True, True, False, False, True)]
+    assert arguments["topk_idx"].tolist() == [[0, 4], [0, -1], [0, -1]]
+    assert arguments["topk_weights"].isnan().any(1).tolist() == [False, True, True]
 
 
 @pytest.mark.error_path
@@ -181,28 +187,35 @@ def test_threads_of_two_models_on_an_old_library(recorder: type[Recorder]) -> No
     assert len(recorder.seen) == 80
 
 
-def test_layers_of_one_geometry_share_a_buffer() -> None:
-    made: list[BufferKey] = []
-    registry = deepep_buffers.BufferRegistry(lambda key: made.append(key) or key)
+def test_layers_share_what_sizes_a_buffer_and_nothing_else(recorder: type[Recorder]) -> None:
+    def buffer(mode: str, **fields: Any) -> Any:
+        return bound(mode, **fields)[0].__self__._shared.buffer
 
-    def key(group: ExpertGroup = GROUP, **fields: Any) -> BufferKey:
-        plan, _ = make_plan(manager(), small(a2a_backend="deepep", **fields), A3)
-        return buffer_key(plan, plan.routes[0], group, plan.routes[0].dispatcher.spec.mode)
-
-    first = registry.get(key())
-    assert registry.get(key(quant=W8A8_INT8, intermediate_size=96)) is first, "neither scheme nor width matter to it"
-    others = [
-        key(hidden_size=2048),
-        key(num_experts=8),
-        key(top_k=3),
-        key(workloads=Workload(phase="decode", max_tokens=65)),
-        key(workloads=Workload(phase="prefill", max_tokens=64)),
-        key(ExpertGroup(size=2, process_group=cast(Any, object()))),
-    ]
-    assert len({id(registry.get(other)) for other in others}) == len(others)
-    assert len(made) == 1 + len(others)
+    kept = [bound("low_latency"), bound("normal")]
+    first, normal = (exchange[0].__self__._shared.buffer for exchange in kept)
+    same = ({"quant": BF16}, {"intermediate_size": 96}, {"top_k": 3}, {"num_experts": 6})
     # Five and six experts are three for each of two ranks.
-    assert registry.get(key(num_experts=6)) is first
+    assert all(buffer("low_latency", **fields) is first for fields in same)
+    decode = Workload(phase="decode", max_tokens=65)
+    others = [buffer("low_latency", **fields) for fields in ({"hidden_size": 2048}, {"num_experts": 8})]
+    others.append(buffer("low_latency", workloads=decode))
+    assert len({id(each) for each in (first, normal, *others)}) == 5
+    # A normal buffer takes whatever comes.
+    same = ({"hidden_size": 2048}, {"num_experts": 8}, {"top_k": 3}, {"workloads": decode})
+    assert all(buffer("normal", **fields) is normal for fields in same)
+
+
+def test_the_fused_call_runs_on_a_buffer_of_the_low_latency_mode(recorder: type[Recorder]) -> None:
+    dispatch, _ = bound("low_latency")
+    layer = small(quant=W8A8_INT8, intermediate_size=512, a2a_backend="ascend_fuseep", runner_backend="fuseep.mode1")
+    plan, _ = make_plan(manager(), layer, A3)
+    weights = manager().process_weights(plan, stored_layer(layer).raw((0, 1, 2), "cpu"), None)
+    fused = manager().bind_experts(plan, plan.routes[0], weights, GROUP)
+    (found,) = [
+        cell.cell_contents for cell in fused.__wrapped__.__closure__ if isinstance(cell.cell_contents, SharedBuffer)
+    ]
+    # What is held keeps the buffer from being given back.
+    assert found is dispatch.__self__._shared
 
 
 @pytest.mark.error_path
@@ -222,7 +235,7 @@ def test_the_fused_call(recorder: type[Recorder], mode: int, capacity: int) -> N
         runner_backend=f"fuseep.mode{mode}",
     )
     plan, _ = make_plan(manager(), layer, A3)
-    weights = manager().process_weights(plan, stored(layer).raw((0, 1, 2), "cpu"), None)
+    weights = manager().process_weights(plan, stored_layer(layer).raw((0, 1, 2), "cpu"), None)
     fused = manager().bind_experts(plan, plan.routes[0], weights, GROUP)
     hidden, ids, router = tokens()
     hidden = hidden.clone()
@@ -249,6 +262,6 @@ def test_a_library_without_the_second_fused_mode(recorder: type[Recorder]) -> No
     recorder.old = True
     layer = small(quant=W8A8_INT8, intermediate_size=512, a2a_backend="ascend_fuseep")
     plan, _ = make_plan(manager(), layer, A3)
-    weights = manager().process_weights(plan, stored(layer).raw((0, 1, 2), "cpu"), None)
+    weights = manager().process_weights(plan, stored_layer(layer).raw((0, 1, 2), "cpu"), None)
     with pytest.raises(PluginError, match=r"deep_ep .*fused_deep_moe: .*'topk_idx'.*build deep_ep"):
         manager().bind_experts(plan, plan.routes[0], weights, GROUP)

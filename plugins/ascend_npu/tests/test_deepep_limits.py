@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend_layers import A2, A3, decision_of
+from ascend_layers import A2, A2_HOSTS, A3, decision_of
 from moe_plugin_ascend.deepep_specs import DISPATCHERS
 from moe_plugin_ascend.fuseep_specs import RUNNERS
 
@@ -50,11 +50,18 @@ CASES = [
     case("deepep.a2_normal", A2, NORMAL, *sizes("hidden_size", 7168, 4096), "hidden_size in (7168)"),
     case("deepep.a2_normal", A2, NORMAL, *sizes("top_k", 1, 17), "top_k <= 16"),
     case("deepep.a2_normal", A2, NORMAL, *sizes("ep_size", 8, 16), "ep_size in (2, 4, 8)"),
-    case("deepep.a2_normal_two_hosts", A2, TWO_HOSTS, tokens(4096, "any"), tokens(4097, "any"), "max_tokens <= 4096"),
-    case("deepep.a2_normal_two_hosts", A2, TWO_HOSTS, *sizes("top_k", 2, 1), "top_k >= 2"),
-    case("deepep.a2_normal_two_hosts", A2, TWO_HOSTS, *sizes("top_k", 16, 17), "top_k <= 16"),
-    case("deepep.a2_normal_two_hosts", A2, TWO_HOSTS, *sizes("hidden_size", 7168, 6144), "hidden_size in (7168)"),
-    case("deepep.a2_normal_two_hosts", A2, TWO_HOSTS, *sizes("ep_size", 16, 8), "ep_size in (16)"),
+    case(
+        "deepep.a2_normal_two_hosts",
+        A2_HOSTS,
+        TWO_HOSTS,
+        tokens(4096, "any"),
+        tokens(4097, "any"),
+        "max_tokens <= 4096",
+    ),
+    case("deepep.a2_normal_two_hosts", A2_HOSTS, TWO_HOSTS, *sizes("top_k", 2, 1), "top_k >= 2"),
+    case("deepep.a2_normal_two_hosts", A2_HOSTS, TWO_HOSTS, *sizes("top_k", 16, 17), "top_k <= 16"),
+    case("deepep.a2_normal_two_hosts", A2_HOSTS, TWO_HOSTS, *sizes("hidden_size", 7168, 6144), "hidden_size in (7168)"),
+    case("deepep.a2_normal_two_hosts", A2_HOSTS, TWO_HOSTS, *sizes("ep_size", 16, 8), "ep_size in (16)"),
     case("deepep.a2_low_latency", A2, LOW_LATENCY, tokens(512), tokens(513), "max_tokens <= 512"),
     case("deepep.a2_low_latency", A2, LOW_LATENCY, *sizes("hidden_size", 32, 7200), "hidden_size <= 7168"),
     case("deepep.a2_low_latency", A2, LOW_LATENCY, *sizes("ep_size", 8, 16), "ep_size <= 8"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from ascend_layers import A2, A3, alternating, in_threads, outputs_and_answers, relative_error, small
+from ascend_layers import A2, A3, alternating, in_threads, outputs_and_answers, small, too_many
 
 from moe_core import LayerRequest, Workload
 from moe_core.environment import Environment
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, LayerQuant
+from moe_core.testing.compare import relative_error
 from moe_core.testing.ranks import RankError, run_on_ranks
 
 #: Of the whole output. bf16 rounds tokens, rows and sums to 8 bits. The answer rounds tokens as the scheme says, so
@@ -91,6 +92,17 @@ def test_two_models_in_threads_of_their_own() -> None:
         assert not isinstance(found, RankError), found
         assert [len(errors) for errors in found] == [4, 4, 4]
         assert max(max(errors) for errors in found) < 2e-2
+
+
+@pytest.mark.error_path
+def test_too_many_tokens_raise_before_anything_is_sent() -> None:
+    workload = Workload(phase="decode", max_tokens=6)
+    fields = {"quant": W8A8_INT8, "workloads": workload}
+    requests = [small(**{**mode, **fields}) for mode in (PREFILL, DECODE, FUSED)]
+    first, second = run_on_ranks(too_many, [(requests,)] * 2)
+    for (told, error), (_, other) in zip(first, second, strict=True):
+        if "7 tokens on this rank" not in told or max(error, other) > 2e-2:
+            raise AssertionError(f"{told!r}, errors {error} and {other}")
 
 
 def test_three_ranks() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_layers import A3, manager, small, stored
+from ascend_layers import A3, manager, small
 from moe_plugin_ascend.emulation.formats import note_of, values
 from moe_plugin_ascend.fuseep_weights import in_turns, out_of_turns
 
@@ -16,6 +16,7 @@ from moe_core.payloads import PreparedWeights
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
 from moe_core.quant import W8A8_INT8
+from moe_core.testing.examples import stored_layer
 
 H, I = 1024, 576  # noqa: E741 - the letters of the shapes
 
@@ -33,7 +34,7 @@ def request(mode: int, **fields: Any) -> LayerRequest:
 
 def prepared(mode: int, out: PreparedWeights | None = None, seed: int = 0) -> tuple[MoEPlan, RawWeights, Any]:
     plan, _ = make_plan(manager(), request(mode), A3)
-    raw = stored(request(mode), seed).raw((0, 1, 2), "cpu")
+    raw = stored_layer(request(mode), seed).raw((0, 1, 2), "cpu")
     kept = {name: tensor.clone() for name, tensor in raw.tensors.items()}
     made = manager().process_weights(plan, raw, out)
     assert all(torch.equal(raw.tensors[name], tensor) for name, tensor in kept.items())
@@ -94,7 +95,7 @@ def test_a_reload_fills_the_same_memory_with_what_a_fresh_load_gives(mode: int) 
 
 def test_a_rank_with_fewer_experts_has_memory_for_as_many() -> None:
     plan, _ = make_plan(manager(), request(1), A3)
-    made = manager().process_weights(plan, stored(request(1)).raw((3, 4), "cpu"), None)
+    made = manager().process_weights(plan, stored_layer(request(1)).raw((3, 4), "cpu"), None)
     assert {tensor.data.shape[0] for tensor in made.tensors.values()} == {3}
 
 

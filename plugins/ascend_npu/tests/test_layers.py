@@ -8,17 +8,20 @@ import sys
 
 import pytest
 import torch
-from moe_plugin_ascend import plugin
+from moe_plugin_ascend import local, plugin
+from moe_plugin_ascend.emulation import Emulation
 from moe_plugin_ascend.emulation.vendor import VARIABLE
 from moe_plugin_ascend.local import combine
 from moe_plugin_ascend.runner_specs import RUNNERS
 
-from moe_core import LayerRequest, MoELayer
+from moe_core import LayerRequest, MoELayer, Workload
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.environment import PRESETS
+from moe_core.kernels import checks
 from moe_core.manager import BackendManager
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.testing import Kit
 from moe_core.testing.backend import Backend
 from moe_core.testing.checks.ranks import check_distributed_ranks
 from moe_core.testing.compare import problem_of
@@ -62,6 +65,46 @@ def test_a_layer_with_missing_experts_unequal_weights_and_one_expert(scheme: Qua
     assert (output[2] == 0).all()
 
 
+@pytest.mark.parametrize("a2a", ["ascend_npu:none", "torch:none.contiguous"])
+def test_a_wrong_id_is_nan_on_a_device_and_other_tokens_are_right(a2a: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on an NPU, which has no assertion of its own; the core's dispatcher is used with graphs there, too.
+    monkeypatch.setattr(checks, "ASSERTING", ())
+    captured = Workload(max_tokens=16, graph_capture=True)
+    request = LayerRequest(
+        num_experts=6, top_k=3, hidden_size=128, intermediate_size=64, a2a_backend=a2a, workloads=captured
+    )
+    stored = draw_layer(request)
+    layer = MoELayer(request, environment=A3, manager=manager())
+    assert layer.plan.runner_plugin == "ascend_npu"
+    layer.load_weights(stored.raw(layer.local_experts, "cpu"))
+    hidden, ids, weights = tokens(request)
+    want = stored.reference(hidden, ids, weights)
+    ids[1, 2], ids[4] = 6, -2
+    output = layer(hidden, ids, weights)
+    assert output.isnan().all(1).nonzero().flatten().tolist() == [1, 4]
+    kept = [token for token in range(9) if token not in (1, 4)]
+    limit = tolerance(request, layer.plan.routes[0].token_dtype)
+    assert problem_of(output[kept], want[kept], limit) is None
+
+
+def test_the_kit_accepts_nan_for_a_wrong_id_where_nothing_can_be_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = Kit("moe_plugin_ascend.plugin", environment=A3, device="cpu", quick=True).cases()
+    (case, *_) = (case for case in cases if case.check == "bad_ids")
+    assert case.run().status == "passed"
+    monkeypatch.setattr(checks, "ASSERTING", ())
+    assert case.run().status == "passed"
+    # Whoever does not look is found.
+    monkeypatch.setattr(local, "checked_slots", lambda ids, weights, num_slots: (ids.clamp(-1, num_slots - 1), weights))
+    assert "the output of its token alone is not NaN" in case.run().text
+
+
+def test_the_vendor_brings_no_assertion_of_its_own(vendor: Emulation) -> None:
+    # What has no kernel goes to the CPU by its fallback, and waits.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("aten::sort", "PrivateUse1")
+    assert not has_kernel("aten::_assert_async.msg", "PrivateUse1")
+
+
 @pytest.mark.parametrize("kernel", ["bf16", "w8a8"])
 def test_the_cores_transport_feeds_the_runner(kernel: str) -> None:
     backend = Backend("moe_plugin_ascend.plugin", environment=A3, device="cpu")
@@ -94,7 +137,8 @@ import torch
 from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.environment import PRESETS
 from moe_core.manager import BackendManager
-from moe_plugin_ascend import plugin
+from moe_plugin_ascend import local, plugin
+from moe_plugin_ascend.emulation import Emulation
 from moe_plugin_ascend.emulation import install
 manager = BackendManager()
 manager.register("ascend_npu", plugin)

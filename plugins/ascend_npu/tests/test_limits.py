@@ -100,7 +100,11 @@ def test_what_is_no_whole_tile_goes_to_the_plain_layout_and_says_so(
     assert not tiled.endswith("_nd")
     plain, _, decision = resolve(quant=quant, **{field: 3 * tile - max(word, 2)})
     assert plain == f"{tiled}_nd"
-    assert f"{field} multiple_of {tile}" in decision.explain()
+    # Said in the decision, with what runs instead.
+    (reason,) = decision.reasons_of(f"ascend_npu:{tiled}")
+    assert str(reason).startswith(f"limit: needs {field} multiple_of {tile}, found {field} ")
+    assert reason.hint == f"{plain} reads weights that are no whole tiles"
+    assert str(reason) in decision.explain()
 
 
 @pytest.mark.error_path

@@ -57,7 +57,7 @@ class LowLatencyExchange:
         self._rows_per_token = group.size * request.top_k / request.num_slots
         packed = token_dtype.scales == "ue8m0_128"
         self._form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
-        self._shared = BUFFERS.get(group, geometry)
+        self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), geometry)
         buffer = self._shared.buffer
         self._dispatch = require_keywords(
             buffer.low_latency_dispatch,

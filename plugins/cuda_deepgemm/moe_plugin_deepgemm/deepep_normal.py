@@ -59,7 +59,7 @@ class NormalExchange:
         # Rows of scales travel; columns are made of them while the tokens are grouped.
         as_rows = TokenDtype("fp8", "row_128") if token_dtype.scales == "column_128" else token_dtype
         self._wire = None if token_dtype.dtype in TORCH_DTYPES else as_rows
-        self._shared = BUFFERS.get(group, normal_geometry(plan))
+        self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), normal_geometry(plan))
         buffer = self._shared.buffer
         self._layout = require_keywords(buffer.get_dispatch_layout, "topk_idx", "num_experts", of=DEEP_EP)
         self._dispatch = require_keywords(

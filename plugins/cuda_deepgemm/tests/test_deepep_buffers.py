@@ -6,22 +6,24 @@ import gc
 import os
 import types
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import emulated_deep_ep
 import pytest
 import torch
-from deepep_layers import DECODE, build, install, plan_of, relative_error, small, stored, tokens_of
+from deepep_layers import DECODE, build, install, plan_of, small
 from moe_plugin_deepgemm import deepep_buffers
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, BufferRegistry, Geometry, low_latency_geometry
 from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 from moe_plugin_deepgemm.nvshmem_settings import nvshmem_settings
 
-from moe_core import ExpertGroup, LayerRequest, Workload
+from moe_core import ExpertGroup, LayerRequest, Workload, rank_buffers
 from moe_core.errors import InputError, PluginError
 from moe_core.kernel_library import require_keywords
 from moe_core.quant import BF16, FP8_BLOCK128
+from moe_core.testing.compare import relative_error
+from moe_core.testing.examples import stored_layer, telling_tokens
 from moe_core.testing.ranks import RankError, run_on_ranks
 
 DECODE_GEOMETRY = Geometry(mode="low_latency", hidden_size=2048, num_experts=8, capacity=64)
@@ -58,7 +60,7 @@ class FakeBuffer:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferRegistry]:
     """An empty one over the fake; the other rank of every group says what this one says."""
     monkeypatch.setattr(deepep_buffers, "import_library", lambda _: types.SimpleNamespace(Buffer=FakeBuffer))
-    monkeypatch.setattr(deepep_buffers, "_every_rank", lambda group, mine: [mine, mine])
+    monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: [mine, mine])
     fake = types.SimpleNamespace(
         ProcessGroup=object, get_world_size=lambda group: 2, get_process_group_ranks=lambda group: group.ranks
     )
@@ -69,24 +71,23 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferRegistry]:
     assert not [name for name in os.environ if name.startswith("NVSHMEM_")], "a variable was left behind"
 
 
-def group(*ranks: int) -> ExpertGroup:
-    class Ranks:
-        """Compared by identity, as process groups are."""
+@attrs.define(eq=False)
+class Ranks:
+    """Compared by identity, as process groups are."""
 
-    made = Ranks()
-    made.ranks = list(ranks)  # type: ignore[attr-defined]
-    return ExpertGroup(rank=0, size=2, process_group=cast(Any, made))
+    ranks: list[int]
 
 
-def test_equal_geometries_share_and_others_do_not(registry: BufferRegistry) -> None:
+def group(*ranks: int) -> Any:
+    """A process group."""
+    return Ranks(list(ranks))
+
+
+def test_what_makes_a_geometry(registry: BufferRegistry) -> None:
     ranks = group(0, 1)
-    first = registry.get(ranks, DECODE_GEOMETRY)
-    assert registry.get(ranks, attrs.evolve(DECODE_GEOMETRY)) is first
-    changes = ({"hidden_size": 4096}, {"num_experts": 16}, {"capacity": 128})
-    others = [registry.get(ranks, attrs.evolve(DECODE_GEOMETRY, **change)) for change in changes]
-    others += [registry.get(ranks, PREFILL_GEOMETRY), registry.get(group(0, 1), DECODE_GEOMETRY)]
-    buffers = {id(shared.buffer) for shared in [first, *others]}
-    assert len(buffers) == 1 + len(others)
+    changes = ({}, {"hidden_size": 4096}, {"num_experts": 16}, {"capacity": 128})
+    shared = [registry.get(ranks, attrs.evolve(DECODE_GEOMETRY, **change)) for change in changes]
+    assert len({id(each.buffer) for each in [*shared, registry.get(ranks, PREFILL_GEOMETRY)]}) == 5
 
 
 def test_sizes_come_from_the_library(registry: BufferRegistry) -> None:
@@ -94,41 +95,21 @@ def test_sizes_come_from_the_library(registry: BufferRegistry) -> None:
     shared = registry.get(ranks, DECODE_GEOMETRY), registry.get(ranks, PREFILL_GEOMETRY)
     decode, prefill = (each.buffer.arguments for each in shared)
     assert decode == {
-        "group": ranks.process_group,
+        "group": ranks,
         "num_rdma_bytes": 64 * 2048 * 8,
         "low_latency_mode": True,
         "num_qps_per_rank": 4,
         "explicitly_destroy": True,
     }
     # The larger of both directions.
-    assert prefill == {"group": ranks.process_group, "num_nvl_bytes": 3 * 2 * 2048 * 2, "explicitly_destroy": True}
+    assert prefill == {"group": ranks, "num_nvl_bytes": 3 * 2 * 2048 * 2, "explicitly_destroy": True}
 
 
-def test_an_unused_buffer_goes_when_the_ranks_meet(registry: BufferRegistry) -> None:
+def test_a_buffer_is_destroyed_when_the_ranks_meet(registry: BufferRegistry) -> None:
     ranks = group(0, 1)
-    kept, dropped = registry.get(ranks, PREFILL_GEOMETRY), registry.get(ranks, DECODE_GEOMETRY)
-    buffer = dropped.buffer
-    del dropped
-    assert not buffer.destroyed, "other ranks may not have dropped theirs yet"
-    assert registry.get(ranks, DECODE_GEOMETRY).buffer is buffer, "who comes before that gets it again"
-    assert registry.free_unused(cast(Any, ranks.process_group)) == 1
+    kept, buffer = registry.get(ranks, PREFILL_GEOMETRY), registry.get(ranks, DECODE_GEOMETRY).buffer
+    assert registry.free_unused(ranks) == 1
     assert (buffer.destroyed, kept.buffer.destroyed) == (True, False)
-    assert registry.get(ranks, DECODE_GEOMETRY).buffer is not buffer
-
-
-def test_making_one_frees_those_that_are_unused(registry: BufferRegistry) -> None:
-    ranks = group(0, 1)
-    buffer = registry.get(ranks, DECODE_GEOMETRY).buffer
-    registry.get(ranks, PREFILL_GEOMETRY)
-    assert buffer.destroyed
-
-
-def test_a_buffer_that_another_rank_uses_stays(registry: BufferRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = group(0, 1)
-    buffer = registry.get(ranks, DECODE_GEOMETRY).buffer
-    monkeypatch.setattr(deepep_buffers, "_every_rank", lambda group, mine: [mine, set()])
-    assert registry.free_unused(cast(Any, ranks.process_group)) == 0
-    assert not buffer.destroyed
 
 
 @pytest.mark.error_path
@@ -142,15 +123,16 @@ def test_nvshmem_serves_one_set_of_ranks(registry: BufferRegistry) -> None:
 
 @pytest.mark.error_path
 def test_ranks_on_two_hosts_are_refused(registry: BufferRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_buffers, "_every_rank", lambda group, mine: ["north", "south"])
+    monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: ["north", "south"])
     with pytest.raises(PluginError, match="north, south; pin a2a_backend='torch_alltoall'"):
         registry.get(group(0, 1), PREFILL_GEOMETRY)
 
 
 @pytest.mark.error_path
-def test_a_group_that_cannot_send_is_refused(registry: BufferRegistry) -> None:
-    with pytest.raises(InputError, match=r"needs ExpertGroup\.process_group"):
-        registry.get(ExpertGroup(rank=0, size=2), PREFILL_GEOMETRY)
+def test_a_group_that_cannot_send_is_refused() -> None:
+    layer = small()
+    with pytest.raises(InputError, match=r"deepep needs ExpertGroup\.process_group"):
+        build(layer, ExpertGroup(rank=0, size=2))
 
 
 def test_settings_are_there_for_low_latency_buffers_alone(registry: BufferRegistry) -> None:
@@ -240,16 +222,16 @@ def alternate(group: ExpertGroup, layers: list[LayerRequest]) -> list[Any]:
     for step in range(6):
         for layer, each in zip(layers, made, strict=True):
             for phase in ("prefill", "decode"):
-                tokens = tokens_of(layer, 3 + step % 2 + group.rank, step)
-                errors.append(relative_error(each(*tokens, phase=phase), stored(layer).reference(*tokens)))
+                tokens = telling_tokens(layer, 3 + step % 2 + group.rank, step)
+                errors.append(relative_error(each(*tokens, phase=phase), stored_layer(layer).reference(*tokens)))
     dtypes = [sorted({str(route.token_dtype) for route in each.plan.routes}) for each in made]
     refused = False
     try:
-        made[0](*tokens_of(layers[0], 9, 0), phase="decode")
+        made[0](*telling_tokens(layers[0], 9, 0), phase="decode")
     except InputError:
         refused = True
-    tokens = tokens_of(layers[0], 4, 1)
-    errors.append(relative_error(made[0](*tokens, phase="decode"), stored(layers[0]).reference(*tokens)))
+    tokens = telling_tokens(layers[0], 4, 1)
+    errors.append(relative_error(made[0](*tokens, phase="decode"), stored_layer(layers[0]).reference(*tokens)))
     alive = [len(emulated_deep_ep.Runtime.alive)]
     if group.process_group is None:
         raise RuntimeError("no process group")
@@ -257,7 +239,7 @@ def alternate(group: ExpertGroup, layers: list[LayerRequest]) -> list[Any]:
     gc.collect()
     BUFFERS.free_unused(group.process_group)
     alive.append(len(emulated_deep_ep.Runtime.alive))
-    errors.append(relative_error(made[0](*tokens, phase="decode"), stored(layers[0]).reference(*tokens)))
+    errors.append(relative_error(made[0](*tokens, phase="decode"), stored_layer(layers[0]).reference(*tokens)))
     made.clear()
     gc.collect()
     BUFFERS.free_unused(group.process_group)
@@ -298,8 +280,8 @@ def overflow(group: ExpertGroup) -> list[str]:
             route.dispatch(torch.zeros(65, 2048).bfloat16(), torch.zeros(65, 2, dtype=torch.int64), torch.ones(65, 2))  # type: ignore[misc]
         except InputError as error:
             told.append(str(error))
-    tokens = tokens_of(layer, 5, 0)
-    told.append(str(relative_error(made(*tokens), stored(layer).reference(*tokens)) < 1e-2))
+    tokens = telling_tokens(layer, 5, 0)
+    told.append(str(relative_error(made(*tokens), stored_layer(layer).reference(*tokens)) < 1e-2))
     return told
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepep_layers import B200, DECODE, H100, outputs_and_answers, relative_error, small
+from deepep_layers import B200, DECODE, H100, outputs_and_answers, small
 
 from moe_core import LayerRequest, Workload
 from moe_core.quant import BF16, FP8_BLOCK128, FP8_BLOCK128_UE8M0, QuantScheme
+from moe_core.testing.compare import relative_error
 from moe_core.testing.ranks import RankError, run_on_ranks
 
 #: Of the whole output. bf16 rounds tokens, rows and sums to 8 bits; e4m3 has 4, and the answer rounds tokens by other

@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import io
+import multiprocessing
 import os
 import sys
 import warnings
@@ -23,7 +24,8 @@ VARIABLE = "MOE_PLUGIN_ASCEND_VENDOR"
 def find_vendor() -> str:
     """The version of the torch_npu that this process has or can load, "" if there is none.
 
-    Looked for in the folder that the variable names, else in `ascend-vendor` of this Python environment.
+    Looked for in the folder that the variable names, else in `ascend-vendor` of this Python environment; then not in
+    ranks that tests start, which are daemons: each would take seconds to load it.
 
     Raises:
         ImportError: The variable names a folder without one, or it cannot be loaded.
@@ -33,7 +35,7 @@ def find_vendor() -> str:
         return str(loaded.__version__)
     named = os.environ.get(VARIABLE)
     folder = Path(named) if named is not None else Path(sys.prefix, "ascend-vendor")
-    if named == "" or (named is None and not folder.is_dir()):
+    if named == "" or (named is None and (not folder.is_dir() or multiprocessing.current_process().daemon)):
         return ""
     if not (folder / FOLDER).is_dir():
         raise ImportError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from typing import Any, ClassVar
@@ -16,12 +15,23 @@ import moe_core.backends.torch.plugin as torch_plugin
 from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
 from moe_core.decision import Decision
 from moe_core.environment import PRESETS, Environment
+from moe_core.errors import InputError
 from moe_core.manager import BackendManager
 from moe_core.plan import MoEPlan
 from moe_core.planner import decide, make_plan
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.compare import relative_error
+from moe_core.testing.examples import stored_layer, telling_tokens
 
 A2, A3 = PRESETS["ascend-a2"], PRESETS["ascend-a3"]
+
+
+def with_variables(machine: Environment, **variables: str) -> Environment:
+    """The machine in a process that has these environment variables set as well."""
+    return attrs.evolve(machine, variables={**dict(machine.variables), **variables})
+
+
+#: A machine of two A2 hosts.
+A2_HOSTS = with_variables(A2, HCCL_INTRA_PCIE_ENABLE="1", HCCL_INTRA_ROCE_ENABLE="0")
 DECODE = Workload(phase="decode", max_tokens=64)
 
 
@@ -55,33 +65,10 @@ def small(**fields: Any) -> LayerRequest:
     return LayerRequest(**(sizes | {"workloads": DECODE} | fields))
 
 
-def stored(layer: LayerRequest, seed: int = 0) -> StoredLayer:
-    """Random weights of all experts; they do not depend on who computes."""
-    fields = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant")
-    return _drawn(LayerRequest(**{name: getattr(layer, name) for name in fields}), seed)
-
-
-_drawn = functools.cache(draw_layer)
-
-
-def tokens_of(layer: LayerRequest, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens: a slot without expert, a token without any whose values are NaN, and an expert without token."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(count, layer.hidden_size, generator=generator).bfloat16()
-    scores = torch.rand(count, layer.num_experts, generator=generator)
-    scores[:, 1] = -1
-    ids = scores.topk(layer.top_k, dim=1).indices
-    if count > 2:
-        ids[0, 0] = -1
-        ids[1], hidden[1] = -1, torch.nan
-    # Far from one, so that a weight too many or too few shows.
-    return hidden, ids, torch.rand(count, layer.top_k, generator=generator) / 2 + 0.1
-
-
 def build(layer: LayerRequest, group: ExpertGroup, machine: Environment = A3) -> MoELayer:
     """A loaded layer on this rank."""
     made = MoELayer(layer, environment=machine, manager=manager(), group=group)
-    made.load_weights(stored(layer).raw(made.local_experts, "cpu"))
+    made.load_weights(stored_layer(layer).raw(made.local_experts, "cpu"))
     return made
 
 
@@ -91,11 +78,26 @@ def outputs_and_answers(
     """A rank's job: per request its output, the float64 answer, and what twice-weighted rows would give."""
     found = []
     for seed, layer in enumerate(requests):
-        tokens = hidden, ids, weights = tokens_of(layer, counts[group.rank], 10 * seed + group.rank)
+        tokens = hidden, ids, weights = telling_tokens(layer, counts[group.rank], 10 * seed + group.rank)
         output = build(layer, group, machine)(*tokens, phase="decode")
-        reference = stored(layer).reference
+        reference = stored_layer(layer).reference
         answer, twice = reference(*tokens), reference(hidden, ids, weights * weights)
         found.append(tuple(tensor.double().numpy() for tensor in (output, answer, twice)))
+    return found
+
+
+def too_many(group: ExpertGroup, requests: list[LayerRequest]) -> list[Any]:
+    """A rank's job: one rank has a token too many, alone; what it was told, and errors of the next forward."""
+    found = []
+    for layer in requests:
+        made, told, limit = build(layer, group), "", layer.workloads[0].max_tokens or 0
+        if group.rank == 0:
+            try:
+                made(*telling_tokens(layer, limit + 1, 0), phase="decode")
+            except InputError as error:
+                told = str(error)
+        tokens = telling_tokens(layer, limit, group.rank)
+        found.append((told, relative_error(made(*tokens, phase="decode"), stored_layer(layer).reference(*tokens))))
     return found
 
 
@@ -135,8 +137,8 @@ def alternating(group: ExpertGroup, requests: list[LayerRequest], variable: str 
     errors = []
     for turn in range(2):
         for layer, made in zip(requests, layers, strict=True):
-            tokens = tokens_of(layer, 3 + group.rank, turn)
-            errors.append(relative_error(made(*tokens).double(), stored(layer).reference(*tokens)))
+            tokens = telling_tokens(layer, 3 + group.rank, turn)
+            errors.append(relative_error(made(*tokens).double(), stored_layer(layer).reference(*tokens)))
     return [WithoutDtypeArgument.seen, os.environ.get("DEEP_NORMAL_MODE_USE_INT8_QUANT"), errors]
 
 
@@ -149,9 +151,9 @@ def in_threads(group: ExpertGroup, requests: list[LayerRequest]) -> list[Any]:
     def forward(index: int) -> None:
         layer = build(requests[index], groups[index])
         for turn in range(4):
-            tokens = tokens_of(requests[index], 2 + turn, turn)
+            tokens = telling_tokens(requests[index], 2 + turn, turn)
             output = layer(*tokens, phase="decode").double()
-            errors[index].append(relative_error(output, stored(requests[index]).reference(*tokens)))
+            errors[index].append(relative_error(output, stored_layer(requests[index]).reference(*tokens)))
 
     threads = [threading.Thread(target=forward, args=(index,)) for index in range(len(requests))]
     for thread in threads:
@@ -159,8 +161,3 @@ def in_threads(group: ExpertGroup, requests: list[LayerRequest]) -> list[Any]:
     for thread in threads:
         thread.join()
     return errors
-
-
-def relative_error(output: torch.Tensor, answer: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the answer."""
-    return float((output - answer).norm() / answer.norm())

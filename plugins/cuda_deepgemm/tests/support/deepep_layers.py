@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import emulated_deep_ep
 import emulated_deep_gemm
 import moe_plugin_deepgemm.plugin as deepgemm
-import torch
 
 import moe_core.backends.torch.plugin as torch_plugin
 from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
@@ -17,7 +15,7 @@ from moe_core.environment import PRESETS
 from moe_core.manager import BackendManager
 from moe_core.plan import MoEPlan
 from moe_core.planner import decide, make_plan
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.examples import stored_layer, telling_tokens
 
 H100, B200 = PRESETS["h100"], PRESETS["b200"]
 PREFILL = Workload(phase="prefill")
@@ -54,29 +52,6 @@ def small(**fields: Any) -> LayerRequest:
     return LayerRequest(**(sizes | {"workloads": (DECODE, PREFILL), "a2a_backend": "deepep"} | fields))
 
 
-def stored(layer: LayerRequest, seed: int = 0) -> StoredLayer:
-    """Random weights of all experts; they do not depend on who computes."""
-    fields = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant")
-    return _drawn(LayerRequest(**{name: getattr(layer, name) for name in fields}), seed)
-
-
-_drawn = functools.cache(draw_layer)
-
-
-def tokens_of(layer: LayerRequest, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens: a slot without expert, a token without any whose values are NaN, and an expert without token."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(count, layer.hidden_size, generator=generator).bfloat16()
-    scores = torch.rand(count, layer.num_experts, generator=generator)
-    scores[:, 1] = -1
-    ids = scores.topk(layer.top_k, dim=1).indices
-    if count > 2:
-        ids[0, 0] = -1
-        ids[1], hidden[1] = -1, torch.nan
-    # Far from one, so that a weight too many or too few shows.
-    return hidden, ids, torch.rand(count, layer.top_k, generator=generator) / 2 + 0.1
-
-
 def install() -> None:
     """Both libraries, emulated in this process."""
     emulated_deep_gemm.install()
@@ -87,13 +62,8 @@ def build(layer: LayerRequest, group: ExpertGroup, machine: Any = H100) -> MoELa
     """A loaded layer on this rank."""
     install()
     made = MoELayer(layer, environment=machine, manager=manager(), group=group)
-    made.load_weights(stored(layer).raw(made.local_experts, "cpu"))
+    made.load_weights(stored_layer(layer).raw(made.local_experts, "cpu"))
     return made
-
-
-def relative_error(output: torch.Tensor, answer: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the answer."""
-    return float((output.double() - answer).norm() / answer.norm())
 
 
 def outputs_and_answers(
@@ -107,10 +77,10 @@ def outputs_and_answers(
     for seed, layer in enumerate(requests):
         made = build(layer, group, machine)
         for workload in layer.workloads:
-            tokens = hidden, ids, weights = tokens_of(layer, counts[group.rank], 10 * seed + group.rank)
+            tokens = hidden, ids, weights = telling_tokens(layer, counts[group.rank], 10 * seed + group.rank)
             output, calls = made(*tokens, phase=workload.phase), []
             overlapped = made(*tokens, phase=workload.phase, overlap=lambda calls=calls: calls.append(1))
-            reference = stored(layer).reference
+            reference = stored_layer(layer).reference
             answers = output, overlapped, reference(*tokens), reference(hidden, ids, weights * weights)
             found.append([*(tensor.double().numpy() for tensor in answers), len(calls)])
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_core.activation import ActivationPattern
 from moe_core.hookspecs import hookimpl
 from moe_core.quant import FP8_BLOCK128
-from moe_core.specs import DispatcherSpec, PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.specs import DispatcherSpec, PluginSpec, Requirement, RunnerSpec, Setting, TokenDtype
 
 FP8 = TokenDtype("fp8", "row_128")
 DEEP_EP = Requirement(module="deep_ep", install="build deep_ep from source")
@@ -21,6 +21,7 @@ def _dispatcher(mode: str, format_: str) -> DispatcherSpec:
         devices=("cuda",),
         archs=("sm90", "sm100"),
         requirements=(DEEP_EP,),
+        settings=(Setting(values={"VENDOR_MODE": ("", "default")}, hint="unset it"),),
     )
 
 
