@@ -33,13 +33,17 @@ DEEPGEMM_DIR := $(VENV)/deepgemm-vendor
 TORCH_NPU := 2.13.0
 TORCH_NPU_DIR := $(VENV)/ascend-vendor
 
+# The vendor's sources, which tests read for the signatures of its functions and never import.
+FLASHINFER := 0.6.11.post3
+FLASHINFER_DIR := $(VENV)/flashinfer-vendor
+
 # One thread per process: JOBS workers, and ranks that some tests start, share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: help
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- install: each stamp stands for one step and is redone only when a file behind it changes ---
 
@@ -86,6 +90,17 @@ $(STAMPS)/ascend-vendor: $(STAMPS)/plugin-ascend_npu
 
 .PHONY: ascend-vendor
 ascend-vendor: $(STAMPS)/ascend-vendor ## The vendor's torch_npu in .venv, for the tests of plugins/ascend_npu.
+
+# Where they cannot be had the tests use the signatures that the plugin ships, and say so.
+$(STAMPS)/flashinfer-vendor: $(STAMPS)/plugin-flashinfer_cutedsl
+	rm -rf $(FLASHINFER_DIR)
+	@if $(PIP) --no-deps --no-compile --target $(FLASHINFER_DIR) flashinfer-python==$(FLASHINFER); \
+	then touch $@; \
+	else rm -rf $(FLASHINFER_DIR); echo "flashinfer $(FLASHINFER) cannot be installed here: its signatures are not asked"; \
+	fi
+
+.PHONY: flashinfer-vendor
+flashinfer-vendor: $(STAMPS)/flashinfer-vendor ## The vendor's FlashInfer in .venv, for the tests of plugins/flashinfer_cutedsl.
 
 .PHONY: install
 install: $(STAMPS)/core $(PLUGINS:%=$(STAMPS)/plugin-%) ## Make .venv with the core, its tools and every plugin.
@@ -136,6 +151,8 @@ $(PLUGIN_UNIT): unit-%: install
 unit-cuda_deepgemm: deepgemm-vendor
 
 unit-ascend_npu: ascend-vendor
+
+unit-flashinfer_cutedsl: flashinfer-vendor
 
 # PYTHONOPTIMIZE instead of -O: xdist workers and child processes do not inherit the switch. Bytecode for this level exists only
 # after a first run, so it must be written even where the environment says otherwise: compiling torch anew takes a minute.

@@ -15,7 +15,6 @@ import attrs
 import torch
 from moe_plugin_ascend import plugin
 from moe_plugin_ascend.emulation import install
-from moe_plugin_ascend.emulation.memory import Allocations
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,7 @@ from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedWeights, RawWeights
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
+from moe_core.testing.allocations import Allocations
 from moe_core.weights.expected import expected_tensors
 
 EXPERTS, HIDDEN, INNER = 16, 7168, 2048

@@ -1,4 +1,4 @@
-"""The first collective of a layer: all ranks of a group compare their plans, with a timeout."""
+"""The first collectives of a layer: all ranks of a group compare what must be equal, with a timeout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import json
 import torch
 import torch.distributed as dist
 
-from moe_core.errors import PlanMismatchError
-from moe_core.payloads import ExpertGroup
+from moe_core.errors import PlanMismatchError, WeightsError
+from moe_core.payloads import ExpertGroup, Tensor
 from moe_core.plan import MoEPlan
 
 #: How long a rank waits for the others' plans.
@@ -49,19 +49,50 @@ def check_agreement(
     raise PlanMismatchError(_first_difference(plans))
 
 
+def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timedelta = TIMEOUT) -> None:
+    """Raise unless every rank of `group` rounds tokens with one scale; does nothing without a process group.
+
+    The rank that sends a token rounds it with its scale, and the one whose expert reads it scales back with its own.
+
+    Args:
+        scale: One fp32 element where the group's backend takes tensors; zero on a rank that has none.
+        group: This rank's place in the expert-parallel group.
+        timeout: How long to wait for the other ranks.
+
+    Raises:
+        WeightsError: Scales differ; names each rank's.
+        PlanMismatchError: Some rank did not answer in time.
+    """
+    if group.process_group is None:
+        return
+    gathered = _gather(scale.reshape(1), group, group.size, "scale of tokens", timeout)
+    values = [float(value) for value in gathered]
+    if len(set(values)) > 1:
+        listed = ", ".join(f"rank {rank}: {value:.9g}" for rank, value in enumerate(values))
+        raise WeightsError(
+            f"ranks would round tokens with different scales ({listed}; 0 is none): calibrated input scales must be "
+            "the largest over all experts of the layer, on every rank, as load_experts gives them"
+        )
+
+
 def _gather_digests(
     canonical: dict[str, str], group: ExpertGroup, size: int, device: torch.device, timeout: datetime.timedelta
 ) -> list[torch.Tensor]:
     digest = hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    return _gather(own, group, size, "plan", timeout)
+
+
+def _gather(own: Tensor, group: ExpertGroup, size: int, what: str, timeout: datetime.timedelta) -> list[Tensor]:
     gathered = [torch.empty_like(own) for _ in range(size)]
     try:
         work = dist.all_gather(gathered, own, group=group.process_group, async_op=True)
         if work is not None:
             work.wait(timeout)
     except RuntimeError as error:
+        waited = f"{timeout.total_seconds():g} s"
         raise PlanMismatchError(
-            f"rank {group.rank} of {size}: not every rank sent its plan within {timeout.total_seconds():g} s ({error})"
+            f"rank {group.rank} of {size}: not every rank sent its {what} within {waited} ({error})"
         ) from error
     return gathered
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from moe_core.agreement import check_agreement
+from moe_core.agreement import check_agreement, check_token_scale
 from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
@@ -165,8 +165,11 @@ def _bind(
         return BoundRoute(route, None, None, None, experts)  # type: ignore[arg-type]
     where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
     module, _, name = route.dispatcher.spec.binder.partition(":")
+    arguments: tuple[object, ...] = (plan, route, group)
+    if route.token_dtype.is_calibrated:
+        arguments = (*arguments, _token_scale(route, weights, group))
     try:
-        functions = tuple(getattr(importlib.import_module(module), name)(plan, route, group))
+        functions = tuple(getattr(importlib.import_module(module), name)(*arguments))
     except MoeCoreError:
         raise
     except (Exception, SystemExit) as error:
@@ -176,3 +179,17 @@ def _bind(
         raise PluginError(f"{where}: expected (dispatch, combine), perhaps with send, got ({found})")
     dispatch, combine, *rest = functions
     return BoundRoute(route, dispatch, experts, combine, None, *rest)  # type: ignore[arg-type]
+
+
+def _token_scale(route: Route, weights: PreparedWeights, group: ExpertGroup) -> Tensor:
+    """0-dim fp32: what the dispatcher multiplies tokens with, on every rank the same; a reload shows in it."""
+    if weights.token_scale is None:
+        raise PluginError(
+            f"runner {route.runner.full_name} reads tokens as {route.token_dtype}, which the dispatcher rounds with "
+            "the scale that PreparedWeights.token_scale names; these weights name none"
+        )
+    scales = weights[weights.token_scale].view(-1)
+    # A rank without experts has no scale, and takes part in telling the others.
+    scale = scales[0] if scales.numel() else scales.new_zeros(())
+    check_token_scale(scale, group)
+    return scale

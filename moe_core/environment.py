@@ -99,8 +99,8 @@ _CUDA_PACKAGES = {
     "triton": "3.6.0",
     "deep_gemm": "2.5.0",
     "deep_ep": "1.2.1",
-    "flashinfer": "0.6.11",
-    "cutlass": "4.4.2",
+    "flashinfer": "0.7.2",
+    "cutlass": "4.8.1",
 }
 _ASCEND_PACKAGES = {"torch": "2.13.0", "torch_npu": "2.13.0", "deep_ep": "1.0.0", "sgl_kernel_npu": "2026.8.0"}
 #: Expert parallelism cannot do without: the default is too small for most of it.

@@ -141,7 +141,7 @@ def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, 
         yield Reason("phase", " or ".join(spec.phases), workload.phase)
     if workload.graph_capture and not spec.graph_safe:
         yield Reason("graph", "a graph-safe backend", "one that synchronises with the host or has shapes from data")
-    if workload.down_gemm_overlap and isinstance(spec, RunnerSpec) and not spec.down_gemm_overlap:
+    if workload.down_gemm_overlap and not spec.down_gemm_overlap:
         needs = "no combine before the second projection ends"
         yield Reason("overlap", needs, "down_gemm_overlap=True", "leave down_gemm_overlap out of the workload")
     if request.deterministic and not spec.deterministic:

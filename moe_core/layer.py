@@ -174,7 +174,8 @@ class MoELayer(torch.nn.Module):
 def _take_ownership(prepared: PreparedWeights, weights: RawWeights, num_experts: int) -> None:
     """Copy what still belongs to the caller, so that a reload never writes into the caller's tensors."""
     borrowed = [tensor for tensor in prepared.tensors.values() if not tensor.owned]
-    if not weights.handed_over:
+    # A preparation that copied everything has given the experts back itself.
+    if borrowed and not weights.handed_over:
         if weights.release is not None:
             _copy_by_expert(borrowed, num_experts, weights.release)
         else:

@@ -63,6 +63,25 @@ class ContiguousTokens:
 
 
 @attrs.define(eq=False, kw_only=True)
+class DownGemmOverlap:
+    """How combine learns, while the second projection of an expert's rows still runs, which experts are done.
+
+    The dispatcher makes it for one forward of a route with `down_gemm_overlap`; its combine waits for the signals.
+
+    Attributes:
+        signals: `[L]` int32 zeros; each multiprocessor adds one to an expert's as soon as it has written its share of
+            that expert's rows.
+        num_multiprocessors: How many the second projection is to run on, so that others are left for combine: the
+            signal of an expert that is done.
+        start: To be called before the second projection is launched; combine waits for nothing later than that.
+    """
+
+    signals: Tensor
+    num_multiprocessors: int
+    start: Callable[[], None]
+
+
+@attrs.define(eq=False, kw_only=True)
 class MaskedTokens:
     """One block of rows per local expert. Combine applies the top-k weights.
 
@@ -71,12 +90,14 @@ class MaskedTokens:
         masked_m: `[L]` int32, valid rows of each expert; rows beyond are undefined memory and are never read.
         expected_m: Typical `masked_m`, a tuning hint only.
         scales: Scales of quantized tokens, None otherwise.
+        down_gemm_overlap: On a route with `down_gemm_overlap`, None on any other.
     """
 
     hidden_states: Tensor
     masked_m: Tensor
     expected_m: int = 1
     scales: Tensor | None = None
+    down_gemm_overlap: DownGemmOverlap | None = None
 
 
 Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
@@ -184,12 +205,15 @@ class PreparedWeights:
         tensors: Name -> prepared tensor; **every** per-expert tensor is here.
         activation: As in `RawWeights`.
         post_norm: As in `RawWeights`.
+        token_scale: For runners that read tokens with a calibrated scale: name of the fp32 tensor by whose elements,
+            all equal, a dispatcher multiplies tokens before it rounds them.
     """
 
     layout: str
     tensors: dict[str, PreparedTensor]
     activation: ActivationFn | None = None
     post_norm: PostNormFn | None = None
+    token_scale: str | None = None
 
     def get(self, name: str) -> Tensor | None:
         """The tensor called `name`, or None."""

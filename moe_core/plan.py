@@ -29,6 +29,7 @@ class Route:
         row_alignment: Rows per expert are padded to a multiple of this.
         selected_by: `rank`, or the plugin whose hook chose the candidate.
         graph_capture: Whether this route will be captured.
+        down_gemm_overlap: Whether combine begins while the second projection runs.
     """
 
     phase: str
@@ -41,6 +42,7 @@ class Route:
     row_alignment: int = 1
     selected_by: str = "rank"
     graph_capture: bool = False
+    down_gemm_overlap: bool = False
 
     @property
     def candidate(self) -> Candidate:

@@ -148,6 +148,7 @@ def _merged(decision: Decision) -> list[WorkloadDecision]:
         phase=ANY,
         max_tokens=None if None in limits else max(limit for limit in limits if limit is not None),
         graph_capture=any(workload.workload.graph_capture for workload in decision.workloads),
+        down_gemm_overlap=any(workload.workload.down_gemm_overlap for workload in decision.workloads),
     )
     fallback = "; ".join(dict.fromkeys(w.fallback for w in decision.workloads if w.fallback))
     notes = tuple(note for workload in decision.workloads for note in workload.notes)
@@ -179,6 +180,7 @@ def _route(manager: BackendManager, request: LayerRequest, decision: WorkloadDec
         row_alignment=_row_alignment(chosen),
         selected_by=selected_by,
         graph_capture=workload.graph_capture,
+        down_gemm_overlap=workload.down_gemm_overlap,
     )
     return route, dtype
 

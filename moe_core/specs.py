@@ -19,6 +19,7 @@ from moe_core.setting import Setting as Setting
 from moe_core.setting import is_variable
 from moe_core.vocabulary import (
     ANY,
+    CALIBRATED_LAYOUTS,
     DEVICE_TYPES,
     FLOAT_DTYPES,
     FORMATS,
@@ -48,6 +49,10 @@ HOOK_API = 1
 class TokenDtype:
     """What tokens are between dispatch and the experts: element type and scale layout, always compared together.
 
+    `block_16_tiled` has the shape of `block_16`, but only contiguous, of 128 rows and 4 scales at least: of an expert's
+    `[M, H/16]` scales that of row `m` and group `k` lies at byte
+    `((m // 128) * (H / 64) + k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4`.
+
     Attributes:
         dtype: One of `TOKEN_DTYPES`.
         scales: One of `SCALE_LAYOUTS`; `none` exactly for float tokens.
@@ -60,6 +65,11 @@ class TokenDtype:
         """Floats have no scales, everything else has."""
         if (self.dtype in FLOAT_DTYPES) != (self.scales == "none"):
             raise SpecError(f"TokenDtype: {self.dtype} with scale layout {self.scales!r} does not exist")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether tokens are rounded with a scale that comes with the weights; see `PreparedWeights.token_scale`."""
+        return self.scales in CALIBRATED_LAYOUTS
 
     def __str__(self) -> str:
         """`bf16` or `fp8/row_128`."""
@@ -141,6 +151,7 @@ class _Part:
     )
     graph_safe: bool = attrs.field(default=False, validator=instance_of(bool))
     deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
+    down_gemm_overlap: bool = attrs.field(default=False, validator=instance_of(bool))
 
     @property
     def most_tokens(self) -> int | None:
@@ -164,7 +175,8 @@ class DispatcherSpec(_Part):
         mode: Distinguishes specs of one name; full name `plugin:name.mode`.
         binder: `package.module:function`, imported when a route is bound; the function is
             `fn(plan, route, group) -> (dispatch, combine)` with the signatures of `payloads`, and a `SendFn` behind
-            them where tokens can be received later than they are sent.
+            them where tokens can be received later than they are sent. Where it sends tokens with a calibrated scale
+            (`block_16`) it is called `fn(plan, route, group, token_scale)`; see `PreparedWeights.token_scale`.
         format: Memory layout it writes.
         sends: What it can put on the wire, best first.
         devices: Device types, or ("any",).
@@ -183,6 +195,8 @@ class DispatcherSpec(_Part):
         phases: Workload phases it serves.
         graph_safe: No host synchronisation and no shape that depends on data.
         deterministic: Equal calls give equal bits.
+        down_gemm_overlap: Whether combine may begin while the second projection runs; its tokens then bring a
+            `payloads.DownGemmOverlap` along.
     """
 
     mode: str = attrs.field(validator=is_name)
@@ -230,7 +244,10 @@ class RunnerSpec(_Part):
         bias: Whether expert biases are added.
         weight_on_input: Whether the router weight may act on the input instead of the output.
         post_norm: Whether a norm after each expert can be applied.
-        down_gemm_overlap: Whether it can tell, while its second projection runs, which rows of it are done.
+        down_gemm_overlap: Whether it can tell, while its second projection runs, which rows of it are done; see
+            `payloads.DownGemmOverlap`.
+        one_input_scale: Whether all experts must have one calibrated input scale per projection, as `load_experts`
+            gives them.
         row_alignment: Rows per expert it needs in `contiguous` and `masked`.
         id_space: Ids it reads in `standard` and `fused`.
         graph_safe: No host synchronisation; fixed shapes.
@@ -255,7 +272,7 @@ class RunnerSpec(_Part):
     )
     bias: bool = attrs.field(default=False, validator=instance_of(bool))
     post_norm: bool = attrs.field(default=False, validator=instance_of(bool))
-    down_gemm_overlap: bool = attrs.field(default=False, validator=instance_of(bool))
+    one_input_scale: bool = attrs.field(default=False, validator=instance_of(bool))
     row_alignment: int = attrs.field(default=1, validator=at_least(1))
     tier: str = attrs.field(default="generic", validator=one_of(*TIERS))
 

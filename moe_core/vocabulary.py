@@ -31,9 +31,12 @@ SCALE_LAYOUTS = (
     "ue8m0_128",  # int32 words of four exponent bytes along H, column-major
     "tensor",  # one fp32 for all rows
     "token",  # fp32 [rows]
-    "block_16",  # e4m3 per 16 channels and one fp32 global scale
+    "block_16",  # e4m3 per 16 channels and one calibrated fp32 scale for all
+    "block_16_tiled",  # the same, each expert's in tiles of 128 rows by 4 scales, see `TokenDtype`
     "e8m0_32",  # one exponent byte per 32 channels
 )
+#: Those with a scale that is not among a token's own: the runner has it from its checkpoint, the dispatcher from there.
+CALIBRATED_LAYOUTS = ("block_16", "block_16_tiled")
 #: What a workload is; `any` stands for a layer that does not tell its phases apart.
 PHASES = (ANY, "prefill", "decode", "verify")
 #: Declared speed class of a runner, slowest first; ranks where no measurement does.

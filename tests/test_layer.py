@@ -16,7 +16,7 @@ from moe_core import Environment, ExpertGroup, LayerRequest, MoELayer, RawWeight
 from moe_core.activation import ActivationSpec
 from moe_core.backends.torch import local
 from moe_core.errors import InputError, PluginError, ResolutionError, WeightsError
-from moe_core.payloads import PreparedWeights
+from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.plan import MoEPlan, Route
 from moe_core.quant import NVFP4, W8A8_INT8
 
@@ -82,6 +82,21 @@ def test_each_expert_is_given_back_once_it_is_copied() -> None:
         assert released == list(range(5))
         assert all(torch.equal(parameter, kept[name]) for name, parameter in layer.named_parameters())
         released.clear()
+
+
+def test_an_expert_that_the_preparation_gave_back_is_not_given_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, released = torch_manager(), list[int]()
+
+    def copying(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+        copies = {name: PreparedTensor(data=tensor.clone()) for name, tensor in weights.tensors.items()}
+        for expert in range(5):
+            weights.release(expert)  # type: ignore[misc]
+        return PreparedWeights(layout=plan.weight_layout, tensors=copies)
+
+    monkeypatch.setattr(manager, "process_weights", copying)
+    layer = MoELayer(SMALL, environment=CPU, manager=manager)
+    layer.load_weights(RawWeights(tensors=random_tensors(SMALL), release=released.append))
+    assert released == list(range(5))
 
 
 def test_two_layers_do_not_disturb_each_other(layer: MoELayer) -> None:

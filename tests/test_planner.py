@@ -63,6 +63,16 @@ def test_a_deterministic_layer_gets_one_route(workloads: tuple[Workload, ...]) -
     assert (route.phase, route.max_tokens, route.runner.full_name) == ("any", 4096, "torch:torch.standard")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_route_knows_that_combine_begins_early(deterministic: bool) -> None:
+    can = {"format": "masked", "down_gemm_overlap": True, "deterministic": True}
+    parts = plugin(dispatchers=[dispatcher(**can)], runners=[runner(**can)])
+    early = Workload(phase="decode", max_tokens=64, down_gemm_overlap=True)
+    layer = request(workloads=(early, Workload(phase="prefill")), deterministic=deterministic)
+    overlaps = {route.phase: route.down_gemm_overlap for route in plan(layer, CPU, parts).routes}
+    assert overlaps == ({"any": True} if deterministic else {"decode": True, "prefill": False})
+
+
 @pytest.mark.parametrize(
     ("fields", "complete"),
     [

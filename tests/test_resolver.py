@@ -463,6 +463,19 @@ def test_one_rank_takes_tokens_as_they_come() -> None:
     assert [entry.because for entry in ranked][:2] == ["no permutation on one rank", "tie broken by name"]
 
 
+@pytest.mark.parametrize(("sends_early", "tells"), [(True, False), (False, True), (False, False), (True, True)])
+def test_combine_begins_early_where_both_sides_can(sends_early: bool, tells: bool) -> None:
+    parts = plugin(
+        dispatchers=[dispatcher(format="masked", down_gemm_overlap=sends_early)],
+        runners=[runner(format="masked", down_gemm_overlap=tells)],
+    )
+    decision = decide(request(workloads=Workload(down_gemm_overlap=True)), CPU, parts)
+    assert decision.is_feasible == (sends_early and tells)
+    without = [report.declared for report in decision.workloads[0].specs if report.reasons]
+    assert len(without) == (not sends_early) + (not tells)
+    assert decide(request(), CPU, parts).is_feasible
+
+
 @pytest.mark.parametrize("name", ["cuda_deepgemm", "deep_gemm", "deepep.normal", "cuda_deepgemm:deep_gemm"])
 def test_exclude(name: str) -> None:
     decision = decide(request(exclude=(name,)), SM90)

@@ -43,6 +43,7 @@ def _part(rng: random.Random) -> dict[str, Any]:
         "phases": rng.choice([("any",), ("prefill",), ("decode", "verify")]),
         "graph_safe": rng.random() < 0.7,
         "deterministic": rng.random() < 0.5,
+        "down_gemm_overlap": rng.random() < 0.7,
         "weight_on_input": rng.random() < 0.7,
     }
 
@@ -77,7 +78,6 @@ def _plugin(rng: random.Random, name: str) -> PluginSpec:
                 dtypes=_some(rng, ["bf16", "fp16"]),
                 bias=rng.random() < 0.7,
                 post_norm=rng.random() < 0.7,
-                down_gemm_overlap=rng.random() < 0.7,
                 row_alignment=rng.choice([1, 1, 8, 16]),
                 tier=rng.choice(["reference", "generic", "tuned"]),
                 **_part(rng),

@@ -81,9 +81,14 @@ class Bench:
         return self.drawn(1)
 
     def drawn(self, seed: int, one_input_scale: bool = False) -> StoredLayer:
-        """Weights of this layer; tokens that arrive rounded have one calibrated scale for all experts."""
+        """Weights of this layer, with one calibrated scale for all experts where they cannot have several."""
+        return draw_layer(_without_pins(self.request), seed, one_input_scale or self.has_one_input_scale)
+
+    @property
+    def has_one_input_scale(self) -> bool:
+        """Whether tokens are rounded before it is known which expert reads them, or by a runner with one for all."""
         is_rounded = self.plan.routes[0].token_dtype.scales != "none"
-        return draw_layer(_without_pins(self.request), seed, one_input_scale or is_rounded)
+        return is_rounded or self.cell.pair.runner.spec.one_input_scale
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -162,7 +167,7 @@ def _require_tokens(cell: Cell, chosen: TokenDtype, scheme: QuantScheme) -> None
     """Raise `NotRun` where the cell's token dtype cannot be asked for, or has no meaning with its scheme."""
     if cell.token_dtype not in (None, chosen):
         raise NotRun(f"the dispatch dtype {chosen.dtype} means {chosen} here; {cell.token_dtype} is never chosen")
-    if chosen.scales == "block_16" and not scheme.has_input_global_scale:
+    if chosen.is_calibrated and not scheme.has_input_global_scale:
         raise NotRun(f"tokens of {chosen} need the calibrated scale of their scheme, {scheme} has none")
 
 

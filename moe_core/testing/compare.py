@@ -6,7 +6,7 @@ from moe_core.payloads import Tensor
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.readings import Reading, readings
 from moe_core.testing.stored import StoredLayer
-from moe_core.testing.tolerance import SCATTER
+from moe_core.testing.tolerance import ELEMENT_SCATTER, SCATTER
 
 #: A token shorter than this part of the average is judged by that length: its slots may cancel out.
 _SHORT = 0.3
@@ -51,8 +51,8 @@ def problem_of(got: Tensor, want: Tensor, tolerance: float) -> str | None:
         return f"relative error {float(by_token.max()):.2g} in tokens {_listed(by_token > SCATTER * tolerance)}"
     size = lengths.clamp(min=floor or 1.0)[:, None] / want.shape[1] ** 0.5
     by_element = (values - want).abs() / size
-    if (by_element > SCATTER**2 * tolerance).any():
-        columns = (by_element > SCATTER**2 * tolerance).any(dim=0)
+    if (by_element > ELEMENT_SCATTER * tolerance).any():
+        columns = (by_element > ELEMENT_SCATTER * tolerance).any(dim=0)
         return f"error {float(by_element.max()):.2g} of the average value in columns {_listed(columns)}"
     return None
 

@@ -77,14 +77,14 @@ def draw_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = Fal
         request: The layer.
         seed: Of the draw.
         one_input_scale: Whether all experts share the calibrated activation scale, as they must where tokens are
-            rounded before it is known which expert reads them.
+            rounded before it is known which expert reads them. Gate and up are then a power of two apart in their
+            global scales, which can move into any other scale without a change of the codes.
     """
     # Codes and scales know of the activation only where gate and up rows lie.
     rows = ActivationSpec(gated=request.activation.gated, row_order=request.activation.row_order)
-    drawn = _draw(attrs.evolve(request, activation=rows, weight_on_input=False, post_norm=False), seed)
-    if one_input_scale:
-        shared = {n: torch.full_like(t, input_unit(n, request)) for n, t in drawn.tensors.items() if _is_input_scale(n)}
-        drawn = attrs.evolve(drawn, tensors=drawn.tensors | shared)
+    plain = attrs.evolve(request, activation=rows, weight_on_input=False, post_norm=False)
+    is_static = any(scheme.activation_scaling == "static" for scheme in (request.quant.w13, request.quant.w2))
+    drawn = _draw(plain, seed, one_input_scale and is_static)
     module = _module_of(request.activation)
     post_norm = _post_norm if request.post_norm else None
     reference = ReferenceLayer(
@@ -129,7 +129,7 @@ class _Drawn:
 
 
 @functools.lru_cache(maxsize=32)
-def _draw(request: LayerRequest, seed: int) -> _Drawn:
+def _draw(request: LayerRequest, seed: int, one_input_scale: bool) -> _Drawn:
     generator = torch.Generator().manual_seed(seed + 1000)
     expected = expected_tensors(request, request.num_experts)
     tensors, values = {}, {}
@@ -137,7 +137,11 @@ def _draw(request: LayerRequest, seed: int) -> _Drawn:
         halves = request.activation.rows_per_channel if name == "w13" else 1
         part = _draw_projection(name, scheme, expected, halves, request.activation, generator)
         if f"{name}_input_scale" in expected:
-            part[f"{name}_input_scale"] = input_unit(name, request) * _spread_out(request.num_experts, generator)
+            spread = _spread_out(request.num_experts, generator)
+            factors = torch.ones_like(spread) if one_input_scale else spread
+            part[f"{name}_input_scale"] = input_unit(name, request) * factors
+            if one_input_scale and scheme.global_scale and halves == 2:
+                part[f"{name}_global_scale"] = _power_apart(part[f"{name}_global_scale"])
         tensors.update(part)
         values[name] = stored_values(name, part, scheme, request.activation)
     for name in ("b13", "b2"):
@@ -215,6 +219,11 @@ def _draw_global(shape: tuple[int, ...], unit: float, generator: torch.Generator
     if len(shape) == 2:
         scale *= torch.tensor([GATE_FACTOR, 1.0])
     return scale
+
+
+def _power_apart(scale: Tensor) -> Tensor:
+    """Global scales `[E, 2]` whose gate half is the up half's times a power of two."""
+    return scale[:, 1:] * torch.tensor([GATE_FACTOR, 1.0])
 
 
 def _as_scale(factor: Tensor, word: str, dtype: torch.dtype) -> Tensor:

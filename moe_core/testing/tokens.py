@@ -52,6 +52,7 @@ class _Scales:
         group: Channels per scale; 0: all of a row, -1: all rows.
         per_element: Scales in one element of the tensor.
         by_column: Whether neighbouring rows are neighbours in memory.
+        is_tiled: Whether each expert's lie in tiles of 128 rows by 4 scales.
     """
 
     dtype: torch.dtype
@@ -59,6 +60,7 @@ class _Scales:
     group: int
     per_element: int = 1
     by_column: bool = False
+    is_tiled: bool = False
 
 
 _SCALES = {
@@ -68,6 +70,7 @@ _SCALES = {
     "tensor": _Scales(torch.float32, "fp32", -1),
     "token": _Scales(torch.float32, "fp32", 0),
     "block_16": _Scales(torch.float8_e4m3fn, "e4m3", 16),
+    "block_16_tiled": _Scales(torch.float8_e4m3fn, "e4m3", 16, is_tiled=True),
     "e8m0_32": _Scales(torch.uint8, "e8m0", 32),
 }
 #: The pairs that have a meaning here.
@@ -77,7 +80,10 @@ WIRE_DTYPES = (
     TokenDtype("mxfp8", "e8m0_32"),
     TokenDtype("mxfp4", "e8m0_32"),
     TokenDtype("nvfp4", "block_16"),
+    TokenDtype("nvfp4", "block_16_tiled"),
 )
+#: Rows of an expert and channels of a token are multiples of these where scales lie in tiles.
+TILE_ROWS, TILE_CHANNELS = 128, 64
 
 
 def rounds_as(token_dtype: TokenDtype) -> tuple[str, int, str]:
@@ -112,6 +118,8 @@ def check_token_form(rows: Tensor, scales: Tensor | None, token_dtype: TokenDtyp
     require(tuple(scales.shape) == shape, f"scales have shape {list(scales.shape)}, expected {list(shape)}")
     if layout.by_column:
         require(scales.stride(-2) == 1, f"scales have strides {scales.stride()}, {token_dtype} has stride 1 along rows")
+    if layout.is_tiled:
+        require(scales.is_contiguous(), f"scales have strides {scales.stride()}, {token_dtype} is contiguous")
 
 
 def token_values(rows: Tensor, scales: Tensor | None, token_dtype: TokenDtype, unit: float = 1.0) -> Tensor:
@@ -138,6 +146,7 @@ def token_values(rows: Tensor, scales: Tensor | None, token_dtype: TokenDtype, u
     if layout.per_element > 1:
         # Words lie by column; their bytes are in the order of channels.
         stored = stored.new_empty(stored.shape).copy_(stored).view(torch.uint8)
+    stored = scales_by_row(stored, token_dtype)
     count = stored.shape[-1] if layout.group else 1
     factors = decode(stored, layout.word).reshape(values.shape[0], count)
     if layout.word == "e4m3":
@@ -209,9 +218,42 @@ def _laid_out(scale: Tensor, layout: _Scales, unit: float | None) -> Tensor:
         stored = (scale.log2().nan_to_num(0.0) + 127).clamp(0, 254).to(torch.uint8)
     else:
         stored = scale.float()
+    if layout.is_tiled:
+        return _in_tiles(stored)
     if layout.per_element > 1:
         stored = functional.pad(stored, (0, -stored.shape[-1] % layout.per_element)).contiguous().view(torch.int32)
     return _by_column(stored) if layout.by_column else stored
+
+
+def _places(num_rows: int, num_scales: int) -> Tensor:
+    """Of each scale of an expert, row by row, the byte at which it lies in tiles."""
+    if num_rows % TILE_ROWS or num_scales % (TILE_CHANNELS // 16):
+        raise NotRun(f"{num_rows} rows of {num_scales} scales are no whole tiles")
+    row, group = torch.arange(num_rows)[:, None], torch.arange(num_scales)
+    tile = row // 128 * (num_scales // 4) + group // 4
+    return (tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4).flatten()
+
+
+def scales_in_place(scales: Tensor, token_dtype: TokenDtype) -> Tensor:
+    """Scales `[.., M, S]` row by row -> as they travel."""
+    return _in_tiles(scales) if _SCALES[token_dtype.scales].is_tiled else scales
+
+
+def scales_by_row(scales: Tensor, token_dtype: TokenDtype) -> Tensor:
+    """The inverse of `scales_in_place`."""
+    return _row_by_row(scales) if _SCALES[token_dtype.scales].is_tiled else scales
+
+
+def _in_tiles(stored: Tensor) -> Tensor:
+    """`[.., M, S]` of one byte each, moved into tiles."""
+    places, tiled = _places(*stored.shape[-2:]), torch.empty_like(stored, memory_format=torch.contiguous_format)
+    tiled.view(torch.uint8).flatten(-2)[..., places] = stored.view(torch.uint8).flatten(-2)
+    return tiled
+
+
+def _row_by_row(tiled: Tensor) -> Tensor:
+    """The inverse of `_in_tiles`."""
+    return tiled.view(torch.uint8).flatten(-2)[..., _places(*tiled.shape[-2:])].view(tiled.shape).view(tiled.dtype)
 
 
 def _by_column(stored: Tensor) -> Tensor:

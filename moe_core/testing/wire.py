@@ -7,6 +7,7 @@ where no runner beside it reads them. One spec for each form, so that a pair sha
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +33,14 @@ from moe_core.payloads import (
 )
 from moe_core.plan import MoEPlan, Route
 from moe_core.quant import BF16
-from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec, TokenDtype
+from moe_core.specs import DispatcherSpec, Limit, PluginSpec, RunnerSpec, TokenDtype
 from moe_core.testing.reference import ReferenceLayer
 from moe_core.testing.stored import input_unit
-from moe_core.testing.tokens import WIRE_DTYPES, as_tokens, one_scale, rounds_as, token_values
+from moe_core.testing.tokens import TILE_CHANNELS, TILE_ROWS, WIRE_DTYPES, as_tokens, one_scale, rounds_as, token_values
 
 NAME = "conformance_kit"
+#: Two scales in fp32 that mean one.
+_SAME = 1e-6
 _LAYOUT = "conformance_kit_raw"
 _BINDERS: dict[str, Callable[..., Any]] = {
     "standard": local.bind_standard,
@@ -55,6 +58,7 @@ def _sender(format_: str, token: TokenDtype) -> DispatcherSpec:
         sends=(token,),
         token_placements=("replicated",),
         deterministic=True,
+        limits=_limits(token),
     )
 
 
@@ -69,13 +73,19 @@ def _reader(format_: str, token: TokenDtype) -> RunnerSpec:
         activations=(ActivationPattern(),),
         weight_layout=_LAYOUT,
         tier="reference",
+        limits=_limits(token),
+        row_alignment=TILE_ROWS if _limits(token) else 1,
     )
+
+
+def _limits(token: TokenDtype) -> tuple[Limit, ...]:
+    return (Limit("hidden_size", "multiple_of", TILE_CHANNELS),) if token.scales == "block_16_tiled" else ()
 
 
 @hookimpl
 def declare_backends() -> PluginSpec:
-    """Every form of tokens in every format."""
-    forms = [(format_, token) for format_ in _BINDERS for token in WIRE_DTYPES]
+    """Every form of tokens in every format; tiles are of the rows of one expert."""
+    forms = [(f, token) for f in _BINDERS for token in WIRE_DTYPES if f == "masked" or not _limits(token)]
     return PluginSpec(
         name=NAME,
         hook_api=1,
@@ -84,7 +94,9 @@ def declare_backends() -> PluginSpec:
     )
 
 
-def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
+def bind(
+    plan: MoEPlan, route: Route, group: ExpertGroup, token_scale: Tensor | None = None
+) -> tuple[DispatchFn, CombineFn]:
     """The built-in local dispatch, whose rows are then rounded to the route's token dtype."""
     floats = attrs.evolve(route, token_dtype=TokenDtype(plan.request.dtype))
     send, combine = _BINDERS[route.runner.spec.format](plan, floats, group)
@@ -95,6 +107,13 @@ def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, C
     def dispatch(*tokens: Tensor) -> tuple[Dispatched, Any]:
         dispatched, handle = send(*tokens)
         scale = unit
+        if (
+            unit is not None
+            and token_scale is not None
+            and not math.isclose(unit * float(token_scale), 1, rel_tol=_SAME)
+        ):
+            # Not what the checkpoint says; the answer will tell.
+            scale = 1 / float(token_scale)
         if scale is None and token_dtype.scales == "tensor":
             # Rows between the groups are undefined.
             scale = one_scale(tokens[0].nan_to_num(0.0), rounds_as(token_dtype)[0])

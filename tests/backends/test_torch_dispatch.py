@@ -15,6 +15,7 @@ from layers import (
     outputs_without_assertions,
     random_tensors,
     random_tokens,
+    scales_compared,
 )
 from ranks import RankError, run_on_ranks
 from reference_moe import rel
@@ -258,6 +259,20 @@ def test_fp8_tokens_travel_as_bytes_over_a_transport_without_fp8() -> None:
         want = torch.cat([own[0][rows] for own in tokens]).double()
         assert ((got[:, :-1] - want).abs() <= want.abs() / 16 + 1e-6).all()
         assert got[:, -1].tolist() == ids * 2
+
+
+@pytest.mark.parametrize(("scales", "listed"), [((672.0, 700.5), "672, rank 1: 700.5"), ((0.0, 3.0), "0, rank 1: 3")])
+def test_ranks_that_would_round_tokens_differently_are_told_every_scale(
+    scales: tuple[float, float], listed: str
+) -> None:
+    for error in run_on_ranks(scales_compared, [(scale,) for scale in scales]):
+        assert isinstance(error, RankError)
+        assert error.text.startswith("WeightsError")
+        assert f"(rank 0: {listed}; 0 is none)" in error.text
+
+
+def test_ranks_that_round_tokens_alike_go_on() -> None:
+    assert all(isinstance(result, torch.Tensor) for result in run_on_ranks(scales_compared, [(672.0,), (672.0,)]))
 
 
 def test_a_rank_that_stays_away_is_an_error_in_time() -> None:

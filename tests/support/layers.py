@@ -13,7 +13,7 @@ import torch.distributed as dist
 from reference_moe import moe
 
 from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWeights, make_plan
-from moe_core.agreement import check_agreement
+from moe_core.agreement import check_agreement, check_token_scale
 from moe_core.backends.torch.alltoall import bind_standard
 from moe_core.discovery import Found
 from moe_core.environment import probe_environment
@@ -130,6 +130,12 @@ def fp8_tokens(group: ExpertGroup, request: LayerRequest, tokens: tuple[Any, ...
         raise TypeError(f"expected fp8 tokens with scales, got {received.hidden_states.dtype}")
     scales = received.scales.repeat_interleave(128, dim=1)[:, : request.hidden_size]
     return torch.cat([received.hidden_states.float() * scales, received.topk_ids.float()], dim=1)
+
+
+def scales_compared(group: ExpertGroup, scale: float) -> torch.Tensor:
+    """A rank's job: compare scales of tokens."""
+    check_token_scale(torch.tensor(scale), group)
+    return torch.zeros(1)
 
 
 def agree_or_time_out(group: ExpertGroup, request: LayerRequest, takes_part: bool) -> torch.Tensor:

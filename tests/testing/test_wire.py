@@ -13,18 +13,31 @@ from toy_backend import Parts
 from moe_core.quant import BF16, QuantScheme
 from moe_core.specs import TokenDtype
 from moe_core.testing import Kit
-from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED, Result
+from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED, NotRun, Result
 from moe_core.testing.tokens import WIRE_DTYPES, as_tokens, check_token_form, token_values
 
 #: Half a step of each code over the largest value of its group, with a margin for scales that are powers of two.
 HALF_STEP = {"fp8": 2.0**-4, "mxfp8": 2.0**-4, "int8": 1 / 127, "nvfp4": 0.25, "mxfp4": 0.34}
 
 
-@pytest.mark.parametrize("token_dtype", WIRE_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(6, 200), (1, 66), (0, 64), (3, 5, 256)], ids=str)
+#: Scales in tiles exist for blocks of rows only, whose sizes are multiples of a tile's.
+TILED = TokenDtype("nvfp4", "block_16_tiled")
+UNTILED = [token_dtype for token_dtype in WIRE_DTYPES if token_dtype != TILED]
+SHAPES = [(6, 200), (1, 66), (0, 64), (3, 5, 256)]
+
+
+@pytest.mark.parametrize(
+    ("token_dtype", "shape"),
+    [
+        *((token_dtype, shape) for token_dtype in UNTILED for shape in SHAPES),
+        (TILED, (128, 64)),
+        (TILED, (3, 256, 320)),
+    ],
+    ids=str,
+)
 def test_tokens_survive_the_way_there_and_back(token_dtype: TokenDtype, shape: tuple[int, ...]) -> None:
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
-    unit = 2.0**-8 if token_dtype.scales == "block_16" else None
+    unit = 2.0**-8 if token_dtype.is_calibrated else None
     codes, scales = as_tokens(rows, token_dtype, unit)
     check_token_form(codes, scales, token_dtype, shape[-1])
     values = token_values(codes, scales, token_dtype, unit or 1.0).view(shape)
@@ -64,10 +77,28 @@ def _results(reads: tuple[TokenDtype, ...], spoil: Any = None, scheme: QuantSche
     return [case.run() for case in kit.cases() if case.check in ("answer", "reload", "odd_sizes")]
 
 
-@pytest.mark.parametrize("token_dtype", WIRE_DTYPES, ids=str)
+def test_scales_in_tiles_lie_where_the_declaration_says() -> None:
+    rows = torch.randn((2, 256, 320), generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(20).repeat(16)
+    _, plain = as_tokens(rows, TokenDtype("nvfp4", "block_16"), 2.0**-8)
+    _, tiled = as_tokens(rows, TILED, 2.0**-8)
+    assert tiled.shape == plain.shape
+    bytes_of = tiled.view(torch.uint8)
+    for expert, m, k in ((0, 0, 0), (0, 33, 5), (1, 129, 19), (1, 255, 3)):
+        place = ((m // 128) * (320 // 64) + k // 4) * 512 + m % 32 * 16 + m % 128 // 32 * 4 + k % 4
+        assert bytes_of[expert].flatten()[place] == plain.view(torch.uint8)[expert, m, k]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("shape", [(127, 64), (128, 32)], ids=str)
+def test_parts_of_tiles_have_no_meaning(shape: tuple[int, int]) -> None:
+    with pytest.raises(NotRun, match="no whole tiles"):
+        as_tokens(torch.zeros(shape), TILED, 1.0)
+
+
+@pytest.mark.parametrize("token_dtype", UNTILED, ids=str)
 def test_a_right_reader_passes(token_dtype: TokenDtype) -> None:
     results = _results((token_dtype,))
-    if token_dtype.scales == "block_16":
+    if token_dtype.is_calibrated:
         assert {result.status for result in results} == {NOT_RUN}
         assert "need the calibrated scale" in results[0].text
     else:

@@ -97,12 +97,20 @@ def _scaled(hidden: Tensor, factors: Tensor) -> Tensor:
 def _unchanged(dispatched: Dispatched, bench: Bench) -> Tensor:
     """What experts that change nothing give back, in the layer's dtype."""
     token_dtype = bench.plan.routes[0].token_dtype
-    values = token_values(dispatched.hidden_states, dispatched.scales, token_dtype)
+    values = token_values(dispatched.hidden_states, dispatched.scales, token_dtype, _unit(bench))
     if isinstance(dispatched, StandardTokens):
         factors = dispatched.topk_weights.cpu().double() * (dispatched.topk_ids >= 0).cpu()
         values = _scaled(values, factors)
     shape = (*dispatched.hidden_states.shape[:-1], bench.request.hidden_size)
     return values.view(shape).to(TORCH_DTYPES[bench.request.dtype]).to(bench.backend.device)
+
+
+def _unit(bench: Bench) -> float:
+    """The calibrated scale of tokens that have one."""
+    weights = bench.layer.weights
+    if weights.token_scale is None or not bench.plan.routes[0].token_dtype.is_calibrated:
+        return 1.0
+    return 1 / float(weights[weights.token_scale].view(-1)[0])
 
 
 def check_graph_capture(bench: Bench, capture: Capture | None = None) -> None:

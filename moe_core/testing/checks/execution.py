@@ -10,6 +10,7 @@ import torch
 
 from moe_core.environment import Environment
 from moe_core.payloads import ContiguousTokens, ExpertGroup, MaskedTokens, StandardTokens, Tensor
+from moe_core.specs import TokenDtype
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import Cell
@@ -17,6 +18,7 @@ from moe_core.testing.memory import PoisonedMemory, State, changed, poison, rest
 from moe_core.testing.outcome import NotRun, require
 from moe_core.testing.ranks import RankError, run_on_ranks
 from moe_core.testing.sizes import odd_sizes
+from moe_core.testing.tokens import scales_by_row, scales_in_place
 
 #: Undefined rows that are added past the last group, or to every block, in units of the alignment.
 _MORE_ROWS = 2
@@ -28,7 +30,8 @@ def check_padding(bench: Bench) -> None:
     dispatched, handle = bench.route.dispatch(*tokens)  # type: ignore[misc]
     if isinstance(dispatched, StandardTokens):
         raise NotRun("standard tokens have no padding")
-    spoilt, num_rows = _spoilt(dispatched, bench.plan.routes[0].row_alignment)
+    route = bench.plan.routes[0]
+    spoilt, num_rows = _spoilt(dispatched, route.row_alignment, route.token_dtype)
     rows = bench.route.experts(spoilt)  # type: ignore[misc]
     expected = spoilt.hidden_states.shape[:-1]
     require(rows.shape[:-1] == expected, f"rows {list(rows.shape)} for tokens {list(spoilt.hidden_states.shape)}")
@@ -46,7 +49,7 @@ def check_padding(bench: Bench) -> None:
 _Padded: TypeAlias = ContiguousTokens | MaskedTokens
 
 
-def _spoilt(tokens: _Padded, alignment: int) -> tuple[_Padded, int]:
+def _spoilt(tokens: _Padded, alignment: int, token_dtype: TokenDtype) -> tuple[_Padded, int]:
     """The tokens with more undefined rows, all of them poisoned, and how many rows there were."""
     rows, scales = tokens.hidden_states, tokens.scales
     axis = rows.dim() - 2
@@ -56,7 +59,7 @@ def _spoilt(tokens: _Padded, alignment: int) -> tuple[_Padded, int]:
         more[axis] = _MORE_ROWS * alignment
         rows = torch.cat([rows, rows.new_zeros(more)], dim=axis)
     else:
-        rows, scales = rows.clone(), scales.clone()
+        rows, scales = rows.clone(), scales_by_row(scales, token_dtype).clone()
     spoilt = attrs.evolve(tokens, hidden_states=rows, scales=scales)
     for tensor in (rows, scales) if scales is not None and scales.shape[: axis + 1] == rows.shape[:-1] else (rows,):
         if isinstance(spoilt, MaskedTokens):
@@ -64,6 +67,8 @@ def _spoilt(tokens: _Padded, alignment: int) -> tuple[_Padded, int]:
                 poison(tensor[expert, count:])
         else:
             _poison_between(tensor, spoilt)
+    if scales is not None:
+        spoilt.scales = scales_in_place(scales, token_dtype)
     return spoilt, num_rows
 
 

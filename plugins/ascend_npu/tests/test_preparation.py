@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_plugin_ascend import plugin
-from moe_plugin_ascend.emulation.memory import Allocations
 
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.environment import PRESETS
@@ -14,6 +13,7 @@ from moe_core.payloads import RawWeights
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W8A8_INT8, QuantScheme
 from moe_core.request import LayerRequest
+from moe_core.testing.allocations import Allocations
 from moe_core.testing.stored import draw_layer
 
 pytestmark = pytest.mark.usefixtures("emulation")

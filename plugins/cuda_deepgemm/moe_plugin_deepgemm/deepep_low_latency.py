@@ -17,6 +17,7 @@ from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import CombineFn, DispatchFn, ExpertGroup, MaskedTokens, SendFn, Tensor
 from moe_core.plan import MoEPlan, Route
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry
+from moe_plugin_deepgemm.deepep_nvfp4 import blocks_of
 from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 
 
@@ -38,8 +39,14 @@ class Sent:
 class LowLatencyExchange:
     """Sends tokens to the blocks of their experts, and their weighted sums back."""
 
-    def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup) -> None:
+    def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup, token_scale: Tensor | None = None) -> None:
         """Get the buffer, together with all ranks.
+
+        Args:
+            plan: The layer's plan.
+            route: The route.
+            group: This process's place among the ranks.
+            token_scale: 0-dim fp32 by which the library multiplies tokens before it rounds them to NVFP4.
 
         Raises:
             InputError: The group has no process group, or the workload no bound on its tokens.
@@ -59,6 +66,10 @@ class LowLatencyExchange:
         self._form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
         self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), geometry)
         buffer = self._shared.buffer
+        #: Builds without NVFP4 have none of these.
+        self._nvfp4: dict[str, Any] = {}
+        if token_scale is not None:
+            self._nvfp4 = {"use_nvfp4": True, "x_global_scale": token_scale}
         self._dispatch = require_keywords(
             buffer.low_latency_dispatch,
             "x",
@@ -66,6 +77,7 @@ class LowLatencyExchange:
             "num_max_dispatch_tokens_per_rank",
             "num_experts",
             *self._form,
+            *self._nvfp4,
             "return_recv_hook",
             of=DEEP_EP,
         )
@@ -97,8 +109,11 @@ class LowLatencyExchange:
             num_experts=self._ids.num_experts,
             return_recv_hook=True,
             **self._form,
+            **self._nvfp4,
         )
         rows, scales = received if isinstance(received, tuple) else (received, None)
+        if self._nvfp4:
+            rows, scales = blocks_of(rows, scales)
 
         def receive() -> MaskedTokens:
             hook()
@@ -134,7 +149,9 @@ class LowLatencyExchange:
         return whole
 
 
-def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn, SendFn]:
-    """Dispatch, combine and send of the low-latency mode."""
-    exchange = LowLatencyExchange(plan, route, group)
+def bind(
+    plan: MoEPlan, route: Route, group: ExpertGroup, token_scale: Tensor | None = None
+) -> tuple[DispatchFn, CombineFn, SendFn]:
+    """Dispatch, combine and send of the low-latency mode; `token_scale` comes with tokens in NVFP4."""
+    exchange = LowLatencyExchange(plan, route, group, token_scale)
     return exchange.dispatch, exchange.combine, exchange.send

@@ -18,9 +18,21 @@ DEEP_EP = Requirement(
     install="pip install tokenspeed-deepep, the build for your release of torch, or build DeepEP 1.2.1 (https://github.com/deepseek-ai/DeepEP)",
 )
 
+#: Builds of another distribution, with numbers of its own, whose low-latency dispatch takes `use_nvfp4`.
+_FIRST_WITH_NVFP4 = "0.1.1"
+DEEP_EP_NVFP4 = Requirement(
+    module="deep_ep",
+    minimum=_FIRST_WITH_NVFP4,
+    excluded=">=1",
+    install=f"pip install 'sgl-deep-ep>={_FIRST_WITH_NVFP4}', the build for your release of torch",
+)
+#: All others: where both modes could serve, the name would decide in which dtype tokens travel.
+_DEEP_EP_WITHOUT = attrs.evolve(DEEP_EP, excluded=f">={_FIRST_WITH_NVFP4},<1")
+
 _BF16, _FP8 = TokenDtype("bf16"), TokenDtype("fp8", "column_128")
 #: The kernels of Blackwell read scales as packed powers of two.
 _FP8_POWERS = TokenDtype("fp8", "ue8m0_128")
+_NVFP4 = TokenDtype("nvfp4", "block_16_tiled")
 _ONE_HOST = "one rank needs no transport (a2a_backend='none'); several hosts: torch_alltoall"
 _CHUNKS = "send the tokens in chunks, or use deepep.normal"
 #: What the low-latency kernels were compiled for.
@@ -82,5 +94,15 @@ def _unverified(spec: DispatcherSpec) -> DispatcherSpec:
     )
 
 
-_VERIFIED = (_NORMAL, _LOW_LATENCY)
-DISPATCHERS = (*_VERIFIED, *map(_unverified, _VERIFIED))
+_low_latency = _unverified(_LOW_LATENCY)
+#: The same mode of either distribution, of which one rounds to NVFP4 too.
+_BLACKWELL_LOW_LATENCY = (
+    attrs.evolve(_low_latency, requirements=(_DEEP_EP_WITHOUT,)),
+    attrs.evolve(
+        _low_latency,
+        mode="low_latency_nvfp4_unverified",
+        sends=(_NVFP4, *_low_latency.sends),
+        requirements=(DEEP_EP_NVFP4,),
+    ),
+)
+DISPATCHERS = (_NORMAL, _LOW_LATENCY, _unverified(_NORMAL), *_BLACKWELL_LOW_LATENCY)

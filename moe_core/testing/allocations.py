@@ -1,4 +1,4 @@
-"""Memory of an emulated run, counted allocation by allocation: what an accelerator would have to hold."""
+"""Memory of a run, counted allocation by allocation: what an accelerator would have to hold."""
 
 from __future__ import annotations
 
