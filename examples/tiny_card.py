@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny_eval import Evaluation
 from tiny_text import HELD_OUT_TOPICS, TextSplit
+from torch import Tensor
 
 _TEMPLATE = Path(__file__).with_name("tiny_card.md.in")
 
@@ -19,8 +20,8 @@ class Report(NamedTuple):
     """What one training run measured.
 
     `seconds` is the wall time of the training alone; `fp32` belongs to the weights before they were rounded, `stored`
-    to the bf16 weights computed in fp32, `bf16` to the same computed in bf16; `ngrams` maps the order to the perplexity
-    per byte.
+    to the bf16 weights computed in fp32, `bf16` to the same computed in bf16; `ngrams` maps the order to each window's
+    nats per byte, `[B]` float64.
     """
 
     steps: int
@@ -33,12 +34,14 @@ class Report(NamedTuple):
     fp32: Evaluation
     stored: Evaluation
     bf16: Evaluation
-    ngrams: dict[int, float]
+    ngrams: dict[int, Tensor]
 
 
 def write_card(report: Report, folder: Path) -> Path:
     """Write `README.md` into `folder`, which holds the saved model, and return its path."""
-    best = min(report.ngrams, key=lambda order: report.ngrams[order])
+    perplexities = {order: losses.mean().exp().item() for order, losses in report.ngrams.items()}
+    best = min(perplexities, key=lambda order: perplexities[order])
+    lead = report.ngrams[best] - report.stored.losses
     card = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         parameters=f"{report.parameters:,}",
         weight_bytes=f"{(folder / 'model.safetensors').stat().st_size:,}",
@@ -57,10 +60,12 @@ def write_card(report: Report, folder: Path) -> Path:
         fp32=f"{report.fp32.perplexity:.3f}",
         stored=f"{report.stored.perplexity:.3f}",
         bf16=f"{report.bf16.perplexity:.3f}",
-        unigram=f"{report.ngrams[1]:.2f}",
+        unigram=f"{perplexities[1]:.2f}",
         best_order=best,
-        best=f"{report.ngrams[best]:.3f}",
-        ngrams="\n".join(f"| {order} | {value:.3f} |" for order, value in report.ngrams.items()),
+        best=f"{perplexities[best]:.3f}",
+        lead=f"{lead.mean():.4f}",
+        lead_error=f"{lead.std() / len(lead) ** 0.5:.4f}",
+        ngrams="\n".join(f"| {order} | {value:.3f} |" for order, value in perplexities.items()),
         shares="\n".join(_share_rows(report.stored)),
         smallest_share=f"{report.stored.expert_shares.min():.1%}",
     )

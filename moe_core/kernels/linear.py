@@ -1,9 +1,10 @@
 """One linear map per expert over rows grouped by expert: the loop over experts that have rows.
 
 It runs on any device; how it multiplies is made for CPUs. Those without bf16 or fp16 instructions multiply half
-precision at a fraction of the fp32 rate, except for up to three rows (bound by memory). So few rows are multiplied as
-stored, and more rows by fp32 copies of the weight, made block by block in a scratch that stays in the cache. Quantized
-weights are read through the same blocks, so that never more than one block of dequantized weights is alive.
+precision at a fraction of the fp32 rate, and widening a weight costs as much as the product of one row. So up to three
+rows are multiplied as stored, and more rows by fp32 copies of the weight, made block by block in a scratch that stays
+in the cache. Quantized weights are read through the same blocks, so that never more than one block of dequantized
+weights is alive.
 """
 
 from __future__ import annotations

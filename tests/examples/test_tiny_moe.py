@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import torch
+import train_tiny_moe
 from ngram_baseline import NgramModel
 from safetensors.torch import load_file
 from tiny_eval import Evaluation, evaluate, expert_counts, windows
 from tiny_text import HELD_OUT_TOPICS, TextSplit, paragraphs, shared_fraction, split_text, squeeze
 from tiny_tokenizer import save_byte_tokenizer
-from train_tiny_moe import balance_loss, evaluate_saved, make_config, save, train
+from train_tiny_moe import (
+    balance_loss,
+    evaluate_saved,
+    learning_rate_factor,
+    make_config,
+    save,
+    train,
+    window_starts,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "tiny_moe"
@@ -157,6 +167,31 @@ def test_windows_refuse_a_text_shorter_than_one() -> None:
     assert windows(bytes(600)).shape == (2, 256)
     with pytest.raises(ValueError, match="255 bytes"):
         windows(bytes(255))
+
+
+def test_learning_rate_rises_stays_and_falls_to_its_floor() -> None:
+    factors = [learning_rate_factor(step, 1000) for step in range(1001)]
+    assert factors[:70] == pytest.approx([(step + 1) / 70 for step in range(70)])
+    assert factors[70:303] == [1.0] * 233
+    assert all(before > after for before, after in pairwise(factors[303:]))
+    assert factors[1000] == pytest.approx(0.1)
+
+
+def test_windows_of_one_pass_lie_side_by_side_and_are_shuffled() -> None:
+    torch.manual_seed(0)
+    length = 21 * 256  # room for 20 windows and the byte after them, wherever the first begins
+    starts = window_starts(length, 50).tolist()
+    first_pass = sorted(starts[:20])
+    assert first_pass == list(range(first_pass[0], first_pass[0] + 20 * 256, 256)) != starts[:20]
+    assert max(starts) + 257 <= length
+    assert len({start % 256 for start in starts}) > 1
+
+
+def test_trained_model_is_the_average(monkeypatch: pytest.MonkeyPatch, split: TextSplit) -> None:
+    # An average that takes nothing in after its first step; one step alone has the same data and learning rate.
+    monkeypatch.setattr(train_tiny_moe, "AVERAGE_DECAY", 1.0)
+    one, two = (train(split.train, steps=steps, seed=5) for steps in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
 def test_training_is_repeatable_and_its_model_reloads(tmp_path: Path, split: TextSplit) -> None:
