@@ -26,6 +26,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import ep_checks
 from ep_ranks import DECODE, DEVICE, ON_GPU, PREFILL, TIMED, Bench, small
+from ep_sweep import low_latency_variants, sweep_normal
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry, normal_geometry
 
 from moe_core import LayerRequest, MoELayer
@@ -91,7 +92,7 @@ def time_low_latency(bench: Bench, layer: MoELayer) -> None:
     shared = BUFFERS.get(bench.group, geometry)
     buffer, capacity = shared.buffer, geometry.capacity
     w13, w2 = layer._bound.weights["w13"], layer._bound.weights["w2"]
-    for count in (16, 64, 128):
+    for count in (1, 16, 64, 128):
         hidden, ids, weights = routed(bench, count)
         share = TIMED["num_experts"] // bench.group.size
         rows = torch.zeros(share, 2 * capacity, TIMED["hidden_size"], dtype=torch.bfloat16, device=DEVICE)
@@ -150,6 +151,8 @@ def time_low_latency(bench: Bench, layer: MoELayer) -> None:
                 "bare, comm stream": bench.time(lambda: exchange(False), capture=how),
                 "2x NCCL": bench.time(nccl, capture=how),
             }
+            variants = low_latency_variants(buffer, capacity, (hidden, ids, weights)) if how else {}
+            found |= {name: bench.time(call, capture=how) for name, call in variants.items()}
             bench.say(f"dispatch + combine, low latency, {count} tokens, {method}: {_us(found)}")
             found = {
                 "ours": bench.time(layer_call, capture=how),
@@ -223,6 +226,7 @@ def main() -> None:
         bench.run(time_low_latency, layer)
         bench.run(time_normal, layer)
         del layer
+        bench.run(sweep_normal, routed)
     del kept
     if only != "times":
         bench.run(ep_checks.check_buffers)

@@ -68,7 +68,8 @@ class Bench:
         local_rank = int(os.environ["LOCAL_RANK"])
         if ON_GPU:
             torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60))
+        device = torch.device("cuda", local_rank) if ON_GPU else None
+        dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60), device_id=device)
         self.rank, size = dist.get_rank(), dist.get_world_size()
         self.group = ExpertGroup(rank=self.rank, size=size, process_group=dist.group.WORLD)
         self.manager, self.environment = manager(), environment()
@@ -126,15 +127,15 @@ class Bench:
             self.failed.append(str(error))
         gc.collect()
 
-    def time(self, call: Callable[[], Any], *, capture: bool) -> float:
+    def time(self, call: Callable[[], Any], *, capture: bool, calls: int = CALLS, samples: int = SAMPLES) -> float:
         """Median microseconds of the slower rank; NaN for what cannot be captured."""
         try:
-            ready = prepare([call] * CALLS, DEVICE, capture=capture)
+            ready = prepare([call] * calls, DEVICE, capture=capture)
         except CaptureError as error:
             self.say(str(error))
             return math.nan
-        samples = []
-        for _ in range(SAMPLES):
+        taken = []
+        for _ in range(samples):
             dist.barrier()
-            samples.append(ready.sample())
-        return max(self.every_rank(statistics.median(samples)))
+            taken.append(ready.sample())
+        return max(self.every_rank(statistics.median(taken)))

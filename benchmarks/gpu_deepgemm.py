@@ -1,106 +1,87 @@
 """Runner deep_gemm on one NVIDIA GPU: the conformance kit on the real kernels, then times of whole layers.
 
-Run: PYTHONPATH=.:plugins/cuda_deepgemm:SITE python benchmarks/gpu_deepgemm.py     (SITE holds deep_gemm)
+Run: PYTHONPATH=.:plugins/cuda_deepgemm:SITE python benchmarks/gpu_deepgemm.py [--no-kit] [bf16|fp8]  (SITE: deep_gemm)
 
-Kernels are compiled by processes side by side, those of the kit and one for each layer; their cache on disk is what the
-times start from. A time is that of replayed CUDA graphs of a whole layer, dispatch and combine included, beside the two
-GEMMs alone on rows that were permuted before. Every layer's output is compared with the layer in fp32, as called and as
-replayed. On a CPU the script runs on tiny layers over the emulated library of the plugin's tests, to be tried out.
+Kernels are compiled first, by processes side by side: those of the kit, and for each layer those of DeepGEMM and of
+Triton. Their caches on disk (`DG_JIT_CACHE_DIR`, `TRITON_CACHE_DIR`) are what the times start from, and those of a
+`moe-core tune` of the same layers and token counts afterwards. A time is that of replayed CUDA graphs of a whole layer,
+dispatch and combine included, beside the two GEMMs alone on rows that were permuted before. Every layer's output is
+compared with the layer in fp32, as called and as replayed. On a CPU the script runs on tiny layers over the emulated
+library of the plugin's tests (in PYTHONPATH), to be tried out.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+from deepgemm_compile import (
+    COUNTS,
+    DEVICE,
+    FORMS,
+    LAYERS,
+    ON_GPU,
+    SCHEMES,
+    Work,
+    compile_layer,
+    layer_of,
+    request_of,
+)
 from moe_plugin_deepgemm import plugin
-from moe_plugin_deepgemm.experts import DeepGemmExperts
+from moe_plugin_deepgemm.experts import DeepGemmExperts, TellGroups
 from moe_plugin_deepgemm.library import CALLS, deep_gemm, parameters
 
-from moe_core.backends.torch import plugin as torch_plugin
-from moe_core.backends.triton import plugin as triton_plugin
 from moe_core.bench.reference import Reference, tolerance
-from moe_core.environment import PRESETS, probe_environment
+from moe_core.environment import PRESETS
 from moe_core.kernels import ops
 from moe_core.layer import MoELayer
-from moe_core.manager import BackendManager
-from moe_core.payloads import RawWeights, Tensor
-from moe_core.quant import BF16, FP8_BLOCK128, LayerQuant
-from moe_core.request import LayerRequest, Workload
+from moe_core.payloads import Tensor
+from moe_core.request import LayerRequest
 from moe_core.testing import Kit
-from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.ceilings import measure_ceilings
+from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.timing import prepare, take_turns
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-#: E, K, H, I.
-LAYERS = ((128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (512, 10, 4096, 1024))
-TOKENS = {"contiguous": (8192,), "masked": (16, 64, 256)}
-if not ON_GPU:
-    LAYERS, TOKENS = ((4, 2, 128, 128),), {"contiguous": (64,), "masked": (8,)}
-SCHEMES = {"bf16": BF16, "fp8": FP8_BLOCK128}
-#: Runners of the kit: one process for each.
-RUNNERS = tuple(f"{dtype}_{format_}" for dtype in SCHEMES for format_ in TOKENS)
-#: Seconds after which processes of the kit begin no further check, and after which all are stopped.
-KIT_SECONDS, MOST_SECONDS = 75, 110
+TOKENS = COUNTS[-1]
+#: Kernel names of the kit: one process for each.
+RUNNERS = tuple(f"{dtype}_{format_}" for dtype in SCHEMES for format_ in ("contiguous", "masked"))
+#: Seconds after which processes of the kit begin no further check.
+KIT_SECONDS = 60
+
+Call = Callable[[], Any]
+Arguments = tuple[Tensor, Tensor, Tensor]
 
 
-def manager() -> BackendManager:
-    """The plugin and the built-in ones, installed or not."""
-    found = BackendManager()
-    for name, module in (("torch", torch_plugin), ("triton", triton_plugin), ("cuda_deepgemm", plugin)):
-        found.register(name, module)
-    return found
+def moved_bytes(request: LayerRequest, num_tokens: int) -> dict[str, int]:
+    """Bytes that a layer's passes around its GEMMs read and write, scales of 128 channels included."""
+    rows, hidden, inner = num_tokens * request.top_k, request.hidden_size, request.intermediate_size
+    floats = 2.0
+    codes = 1 + 4 / 128 if request.quant.is_quantized else floats
+    rounding = num_tokens * hidden * (floats + codes) if request.quant.is_quantized else 0
+    return {
+        "permute": int(rounding + (num_tokens + rows) * hidden * codes),
+        "activation": int(rows * inner * (2 * floats + codes)),
+        "combine": int((rows + num_tokens) * hidden * floats),
+    }
 
 
-def layer_of(request: LayerRequest, weights: dict[str, Tensor], num_tokens: int, a2a: str, runner: str) -> MoELayer:
-    """One combination, bound."""
-    plugins = manager()
-    machine = probe_environment(plugins.modules_required()) if ON_GPU else PRESETS["h100"]
-    pinned = attrs.evolve(
-        request, a2a_backend=a2a, runner_backend=runner, workloads=Workload(max_tokens=num_tokens, graph_capture=True)
-    )
-    layer = MoELayer(pinned, environment=machine, manager=plugins)
-    layer.load_weights(RawWeights(tensors=dict(weights), handed_over=True))
-    return layer
-
-
-def combinations(dtype: str, format_: str) -> dict[str, tuple[str, str]]:
-    """Name -> pins of dispatcher and runner."""
-    found = {"deep_gemm": (f"none.{format_}", f"deep_gemm.{dtype}_{format_}")}
-    return {**found, "triton": ("none", "triton.fused")} if ON_GPU else found
-
-
-def request_of(sizes: tuple[int, ...], dtype: str) -> LayerRequest:
-    """The layer without pins."""
-    experts, top_k, hidden, inner = sizes
-    return LayerRequest(
-        num_experts=experts,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        dtype="bf16",
-        quant=LayerQuant.of(SCHEMES[dtype]),
-    )
-
-
-def gemms_alone(layer: MoELayer, arguments: tuple[Tensor, Tensor, Tensor]) -> Any:
+def gemms_alone(layer: MoELayer, arguments: Arguments, tell_groups: TellGroups | None = None) -> Call:
     """The two library calls of a layer on rows that lie where they are wanted: what everything around them adds to."""
     bound = layer._bound.routes[0]  # type: ignore[union-attr]
-    experts = bound.experts
-    assert isinstance(experts, DeepGemmExperts)
+    experts: DeepGemmExperts = bound.experts
     tokens, _ = bound.dispatch(*arguments)
-    inputs = []
+    inputs: list[Any] = []
     record = attrs.evolve(experts, w13=_Recorded(experts.w13, inputs), w2=_Recorded(experts.w2, inputs))
+    if tell_groups is not None:
+        record = attrs.evolve(record, tell_groups=tell_groups)
     record(tokens)
     (first, groups), (second, _) = inputs
 
@@ -109,28 +90,6 @@ def gemms_alone(layer: MoELayer, arguments: tuple[Tensor, Tensor, Tensor]) -> An
         return experts.w2(second, groups)
 
     return call
-
-
-def without_tail(layer: MoELayer, arguments: tuple[Tensor, Tensor, Tensor]) -> str:
-    """Whether the library takes ends of groups in place of an expert per row, and what that saves: rows past the last.
-
-    Of interest while the number of rows is a bound that no routing exceeds.
-    """
-    bound = layer._bound.routes[0]  # type: ignore[union-attr]
-    tokens, _ = bound.dispatch(*arguments)
-    rows = tokens.hidden_states
-    of_rows = ops.row_experts(tokens.num_tokens_per_expert, tokens.group_ends, rows.shape[0])
-    by_row: dict[str, Any] = {"grouped_layout": of_rows}
-    by_end = {"grouped_layout": tokens.group_ends, "use_psum_layout": True}
-    first, codes = bound.experts.w13, bound.experts.codes
-    operand = rows if codes is None else ops.quantize(rows, codes, real=of_rows)
-    try:
-        same = torch.equal(first(operand, by_row)[of_rows >= 0], first(operand, by_end)[of_rows >= 0])
-    except (RuntimeError, TypeError) as error:
-        return f"not taken: {str(error).splitlines()[0]}"
-    calls = {"by row": by_row, "by end": by_end}
-    times = take_turns({name: prepare([lambda g=g: first(operand, g)] * 4, DEVICE) for name, g in calls.items()}, 7)
-    return f"same rows: {same}; us { ({name: round(timing.microseconds, 1) for name, timing in times.items()}) }"
 
 
 @attrs.frozen(eq=False)
@@ -149,52 +108,82 @@ class _Recorded:
         return self.projection(rows, groups)  # type: ignore[no-any-return]
 
 
-def measure(sizes: tuple[int, ...], dtype: str) -> Iterator[dict[str, Any]]:
-    """The rows of one layer."""
+def parts(layer: MoELayer, arguments: Arguments) -> dict[str, Call]:
+    """What stands around the GEMMs, pass by pass."""
+    bound = layer._bound.routes[0]  # type: ignore[union-attr]
+    experts: DeepGemmExperts = bound.experts
+    tokens, handle = bound.dispatch(*arguments)
+    num_rows = tokens.hidden_states.shape[0]
+    counts = tokens.num_tokens_per_expert, tokens.group_ends, num_rows
+    of_rows = ops.row_experts(*counts)
+    hidden = torch.randn(num_rows, experts.w13.shape[1], dtype=torch.bfloat16, device=DEVICE)
+    rows = torch.randn(num_rows, experts.w2.shape[1], dtype=torch.bfloat16, device=DEVICE)
+    return {
+        "dispatch": lambda: bound.dispatch(*arguments),
+        "groups": lambda: experts.tell_groups(tokens, ops.row_experts(*counts)),
+        "activation": lambda: experts._inside(hidden, of_rows),
+        "combine": lambda: bound.combine(rows, handle),
+    }
+
+
+def time_forms(layer: MoELayer, request: LayerRequest, num_tokens: int) -> dict[str, float]:
+    """The two GEMMs alone, by how the library is told about groups."""
+    release_memory(DEVICE)
+    batches = Batches.random(request, num_tokens, DEVICE)
+    inputs = [batches.one(index) for index in range(batches.num_sets)]
+    ready = {}
+    for form, tell_groups in FORMS.items():
+        try:
+            ready[form] = prepare([gemms_alone(layer, one, tell_groups) for one in inputs], DEVICE)
+        except (RuntimeError, TypeError) as error:
+            print(f"{form} is not taken: {str(error).splitlines()[0]}")
+    times = take_turns(ready, repeats=7, seconds=0.6)
+    return {form: round(timing.microseconds, 1) for form, timing in times.items()}
+
+
+def measure(sizes: tuple[int, ...], dtype: str, bytes_per_us: float) -> dict[str, Any]:
+    """The row of one layer."""
     request = request_of(sizes, dtype)
-    weights = random_weights(request, DEVICE)
-    for format_, counts in TOKENS.items():
-        for num_tokens in counts:
-            batches = Batches.random(request, num_tokens, DEVICE)
-            reference = Reference(request, weights, batches.one(0))
-            ready, errors = {}, {}
-            for name, pins in combinations(dtype, format_).items():
-                layer = layer_of(request, weights, num_tokens, *pins)
-                errors[name] = [reference.error(layer(*batches.one(0)))]
-                ready[name] = prepare(batches.calls(layer), DEVICE)
-                ready[name].sample()
-                errors[name] += [reference.error(output) for output in ready[name].outputs[:1]]
-                if name == "deep_gemm":
-                    alone = [gemms_alone(layer, batches.one(index)) for index in range(batches.num_sets)]
-                    ready["GEMMs alone"] = prepare(alone, DEVICE)
-                    if ON_GPU and format_ == "contiguous" and sizes == LAYERS[0]:
-                        print(f"ends of groups, {dtype}: {without_tail(layer, batches.one(0))}", flush=True)
-            times = take_turns(ready, repeats=9, seconds=1.5)
-            yield {
-                "layer": sizes,
-                "weights": dtype,
-                "format": format_,
-                "T": num_tokens,
-                "us": {name: round(timing.microseconds, 1) for name, timing in times.items()},
-                "spread": {name: round(timing.spread, 3) for name, timing in times.items()},
-                "error": {name: [float(f"{e:.2g}") for e in found] for name, found in errors.items()},
-                "right": all(e < tolerance(request) for found in errors.values() for e in found),
-            }
-            del ready, layer, alone
-            if ON_GPU:
-                torch.cuda.empty_cache()
-
-
-def compile_layer(index: int) -> None:
-    """Meet every size of one layer that will be timed."""
-    for dtype in SCHEMES:
-        request = request_of(LAYERS[index], dtype)
-        weights = random_weights(request, DEVICE)
-        for format_, counts in TOKENS.items():
-            for num_tokens in counts:
-                for pins in combinations(dtype, format_).values():
-                    layer_of(request, weights, num_tokens, *pins)(*Batches.random(request, num_tokens, DEVICE).one(0))
-        del weights
+    weights, batches = random_weights(request, DEVICE), Batches.random(request, TOKENS, DEVICE)
+    reference = Reference(request, weights, batches.one(0))
+    ready, errors = {}, {}
+    for name, runner in (("deep_gemm", f"deep_gemm.{dtype}_contiguous"), ("triton", "triton.fused")):
+        if name == "triton" and not ON_GPU:
+            continue
+        layer = layer_of(request, weights, TOKENS, runner)
+        if name == "deep_gemm":
+            forms = {count: time_forms(layer, request, count) for count in COUNTS}
+        errors[name] = [reference.error(layer(*batches.one(0)))]
+        ready[name] = prepare(batches.calls(layer), DEVICE)
+        ready[name].sample()
+        errors[name] += [reference.error(output) for output in ready[name].outputs[:1]]
+        if name != "deep_gemm":
+            continue
+        told = layer._bound.routes[0].experts.tell_groups.__name__  # type: ignore[union-attr]
+        inputs = [batches.one(index) for index in range(batches.num_sets)]
+        ready["GEMMs alone"] = prepare([gemms_alone(layer, one) for one in inputs], DEVICE)
+        passes = {part: prepare([call], DEVICE) for part, call in parts(layer, inputs[0]).items()}
+    times = take_turns(ready, repeats=9, seconds=1.5)
+    around = take_turns(passes, repeats=5, seconds=0.5)
+    moved = moved_bytes(request, TOKENS)
+    least = sum(moved.values()) / bytes_per_us
+    aim = times["GEMMs alone"].microseconds + 1.2 * least + 30
+    return {
+        "layer": sizes,
+        "weights": dtype,
+        "T": TOKENS,
+        "groups told": told,
+        "GEMMs us by form": forms,
+        "us": {name: round(timing.microseconds, 1) for name, timing in times.items()},
+        "spread": {name: round(timing.spread, 3) for name, timing in times.items()},
+        "parts us": {name: round(timing.microseconds, 1) for name, timing in around.items()},
+        "moved MB": {name: round(size / 1e6, 1) for name, size in moved.items()},
+        "moved us": round(least, 1),
+        "aim us": round(aim, 1),
+        "within aim": times["deep_gemm"].microseconds <= aim,
+        "error": {name: [float(f"{e:.2g}") for e in found] for name, found in errors.items()},
+        "right": all(e < tolerance(request) for found in errors.values() for e in found),
+    }
 
 
 def run_kit(runner: str) -> None:
@@ -212,21 +201,6 @@ def run_kit(runner: str) -> None:
     print(f"kit {runner}: {tally} of {len(cases)} cases in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def side_by_side(commands: Sequence[Sequence[str]]) -> None:
-    """Run this script several times at once and print what each says."""
-    start = time.monotonic()
-    script = [sys.executable, str(Path(__file__).resolve())]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [(command, subprocess.Popen([*script, *command], **pipes)) for command in commands]  # type: ignore[call-overload]
-    for command, process in running:
-        try:
-            said, _ = process.communicate(timeout=max(1.0, MOST_SECONDS - (time.monotonic() - start)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = f"stopped after {MOST_SECONDS} s: {process.communicate()[0]}"
-        print(" ".join(command), f"(exit {process.returncode})", said[-3000:], sep="\n", flush=True)
-
-
 def main() -> None:
     """Check, compile, measure."""
     start = time.monotonic()
@@ -239,18 +213,21 @@ def main() -> None:
     if sys.argv[1:2] == ["kit"]:
         return run_kit(sys.argv[2])
     if sys.argv[1:2] == ["compile"]:
-        return compile_layer(int(sys.argv[2]))
+        return compile_layer(int(sys.argv[2]), *sys.argv[3:])
     library = deep_gemm()
     for call in CALLS.values():
         told = {name: parameters(getattr(library, name)) for name in call.names if hasattr(library, name)}
         print({name: known if known is None else sorted(known) for name, known in told.items()})
-    kits = [("kit", runner) for runner in RUNNERS]
-    side_by_side([*kits, *(("compile", str(index)) for index in range(len(LAYERS)))])
+    dtypes = [dtype for dtype in SCHEMES if dtype in sys.argv] or list(SCHEMES)
+    kits = [] if "--no-kit" in sys.argv else [Work(("kit", runner), gigabytes=1) for runner in RUNNERS]
+    Work.run_all([*Work.compiling(dtypes), *kits])
     print(f"checked and compiled after {time.monotonic() - start:.0f} s", flush=True)
+    ceilings = measure_ceilings(DEVICE, ())
+    print(f"bandwidth {ceilings}", flush=True)
     for sizes in LAYERS:
-        for dtype in SCHEMES:
-            for row in measure(sizes, dtype):
-                print(json.dumps(row), flush=True)
+        for dtype in dtypes:
+            release_memory(DEVICE)
+            print(json.dumps(measure(sizes, dtype, ceilings.bytes_per_us)), flush=True)
     name = torch.cuda.get_device_name() if ON_GPU else "CPU, emulated"
     print(f"{name}, torch {torch.__version__}, triton {version('triton')}, deep_gemm {library.__version__}")
     print(f"{time.monotonic() - start:.0f} s")

@@ -65,6 +65,7 @@ TOKENS = (64, 2048, 8192) if ON_GPU else (9,)
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 Call = Callable[[SimpleNamespace], Any]
+Compare = Callable[[Any, Any], str]
 
 
 @attrs.frozen
@@ -74,7 +75,7 @@ class Block:
     name: str
     call: Call
     num_bytes: int
-    compare: Callable[[Any, Any], str]
+    compare: Compare
 
 
 def _equal(*pairs: tuple[torch.Tensor, torch.Tensor]) -> str:
@@ -98,113 +99,136 @@ def _near(got: torch.Tensor, want: torch.Tensor) -> str:
     return f"{float((off > 0).double().mean()):.1e} differ, {int(off.max()) if off.numel() else 0} steps"
 
 
-def blocks(hidden: int, inner: int, num_tokens: int) -> list[Block]:
-    """Every block at one size."""
-    ids = torch.rand(num_tokens, EXPERTS, device=DEVICE).topk(TOP_K).indices
-    weights = torch.rand(num_tokens, TOP_K, device=DEVICE)
-    x = torch.randn(num_tokens, hidden, device=DEVICE).bfloat16()
-    fp8, scales = codes.quantize(x, TokenDtype("fp8", "row_128"))
-    slots, most = ids.numel(), int(torch.bincount(ids.flatten()).max())
-    block = -(-most // ALIGNMENT) * ALIGNMENT
-    flat, row_map = permute.permute_contiguous(x, ids, EXPERTS, alignment=ALIGNMENT)
-    blocked, masked_map = permute.permute_masked(x, ids, EXPERTS, block)
-    counts, ends, num_rows = flat.num_tokens_per_expert, flat.group_ends, flat.hidden_states.shape[0]
-    experts = permute.row_experts(counts, ends, num_rows)
-    rows, there = row_map.flatten().long(), experts >= 0
-    in_block = (torch.arange(block, device=DEVICE) < counts[:, None]).flatten()
-    gate_up = torch.randn(num_rows, 2 * inner, device=DEVICE).bfloat16()
-    gate_up_blocks = torch.randn(EXPERTS, block, 2 * inner, device=DEVICE).bfloat16()
-    out_rows = torch.randn(num_rows, hidden, device=DEVICE).bfloat16()
-    row_bytes, inner_bytes = 2 * hidden, 2 * inner
+def _moved(where: torch.Tensor) -> Compare:
+    """Tokens, scales and row map, at the rows that exist."""
 
-    def moved(where: torch.Tensor) -> Callable[[Any, Any], str]:
-        return lambda got, want: _equal(
-            (got[1], want[1]),
-            *(
-                (_bytes(a).flatten(0, -2)[where], _bytes(b).flatten(0, -2)[where])
-                for a, b in ((getattr(got[0], n), getattr(want[0], n)) for n in ("hidden_states", "scales"))
-                if a is not None
-            ),
-        )
+    def compare(got: Any, want: Any) -> str:
+        pairs = [(getattr(got[0], name), getattr(want[0], name)) for name in ("hidden_states", "scales")]
+        rows = ([_bytes(part).flatten(0, -2)[where] for part in pair] for pair in pairs if pair[0] is not None)
+        return _equal((got[1], want[1]), *((left, right) for left, right in rows))
 
-    def coded(real: torch.Tensor | None, exact: bool) -> Callable[[Any, Any], str]:
-        def compare(got: Any, want: Any) -> str:
-            (a, s), (b, t) = got, want
-            keep = slice(None) if real is None else real
-            a, b = (_bytes(part).flatten(0, -2)[keep] for part in (a, b))
-            s, t = (part.reshape(real.shape[0] if real is not None else len(part), -1)[keep] for part in (s, t))
-            if exact:
-                return _equal((a, b), (s, t))
-            a, b = (part.view(got[0].dtype) for part in (a, b))
-            return f"codes {_near(a, b)}; scales {_near(s, t)}"
+    return compare
 
-        return compare
 
-    found = [
-        Block(
-            "sort",
-            lambda m: m.sort(ids, EXPERTS, ALIGNMENT),
-            12 * slots,
-            lambda a, b: _equal(
-                *((getattr(a, n), getattr(b, n)) for n in ("row_map", "group_ends", "num_tokens_per_expert"))
-            ),
-        ),
-        Block(
-            "permute_contiguous bf16",
-            lambda m: m.contiguous(x, ids, EXPERTS, alignment=ALIGNMENT),
-            (num_tokens + slots) * row_bytes,
-            moved(rows),
-        ),
-        Block(
-            "permute_contiguous fp8 + column scales",
-            lambda m: m.contiguous(fp8, ids, EXPERTS, alignment=ALIGNMENT, scales=scales, column_major=True),
-            (num_tokens + slots) * (hidden + hidden // 32),
-            moved(rows),
-        ),
-        Block(
-            "permute_masked bf16",
-            lambda m: m.masked(x, ids, EXPERTS, block),
-            (num_tokens + slots) * row_bytes,
-            moved(masked_map.flatten().long()),
-        ),
-        Block(
-            "row_experts", lambda m: m.row_experts(counts, ends, num_rows), 4 * num_rows, lambda a, b: _equal((a, b))
-        ),
-        Block(
-            "activate contiguous",
-            lambda m: m.activate(gate_up, SWIGLU, real=experts),
-            3 * slots * inner_bytes,
-            lambda a, b: _near(a[there], b[there]),
-        ),
-        Block(
-            "quantize tokens fp8/row_128",
-            lambda m: m.quantize(x, TokenDtype("fp8", "row_128")),
-            num_tokens * hidden * 3,
-            coded(None, exact=True),
-        ),
-        Block(
-            "combine",
-            lambda m: m.combine(out_rows, row_map, weights, torch.bfloat16, scaling_factor=2.5),
-            (num_tokens + slots) * row_bytes,
-            lambda a, b: _equal((a, b)),
-        ),
-    ]
-    for word, hidden_rows, real, mask in (
-        ("fp8/column_128", gate_up, experts, there),
-        ("fp8/ue8m0_128", gate_up, experts, there),
-        ("int8/token", gate_up, experts, there),
-        ("fp8/column_128", gate_up_blocks, blocked.masked_m, in_block),
-    ):
-        token_dtype, where = TokenDtype(*word.split("/")), "masked" if hidden_rows.dim() == 3 else "contiguous"
-        found.append(
+def _coded(real: torch.Tensor | None, exact: bool) -> Compare:
+    """Codes and scales, at the rows that exist."""
+
+    def compare(got: Any, want: Any) -> str:
+        (a, s), (b, t) = got, want
+        keep = slice(None) if real is None else real
+        a, b = (_bytes(part).flatten(0, -2)[keep] for part in (a, b))
+        s, t = (part.reshape(real.shape[0] if real is not None else len(part), -1)[keep] for part in (s, t))
+        if exact:
+            return _equal((a, b), (s, t))
+        a, b = (part.view(got[0].dtype) for part in (a, b))
+        return f"codes {_near(a, b)}; scales {_near(s, t)}"
+
+    return compare
+
+
+class Sizes:
+    """Random tokens of one size, and every block on them."""
+
+    def __init__(self, hidden: int, inner: int, num_tokens: int) -> None:
+        self.hidden, self.inner, self.num_tokens = hidden, inner, num_tokens
+        self.ids = torch.rand(num_tokens, EXPERTS, device=DEVICE).topk(TOP_K).indices
+        self.weights = torch.rand(num_tokens, TOP_K, device=DEVICE)
+        self.x = torch.randn(num_tokens, hidden, device=DEVICE).bfloat16()
+        self.slots, most = self.ids.numel(), int(torch.bincount(self.ids.flatten()).max())
+        self.block = -(-most // ALIGNMENT) * ALIGNMENT
+        flat, self.row_map = permute.permute_contiguous(self.x, self.ids, EXPERTS, alignment=ALIGNMENT)
+        self.counts, self.ends = flat.num_tokens_per_expert, flat.group_ends
+        self.num_rows = flat.hidden_states.shape[0]
+        self.experts = permute.row_experts(self.counts, self.ends, self.num_rows)
+
+    def blocks(self) -> list[Block]:
+        """All of them."""
+        return [*self._permutations(), *self._rows(), *self._rounded()]
+
+    def _permutations(self) -> list[Block]:
+        ids, x, block = self.ids, self.x, self.block
+        fp8, scales = codes.quantize(x, TokenDtype("fp8", "row_128"))
+        masked_map, _ = permute.masked_row_map(ids, EXPERTS, block)
+        rows, names = self.row_map.flatten().long(), ("row_map", "group_ends", "num_tokens_per_expert")
+        copies = self.num_tokens + self.slots
+        return [
             Block(
-                f"activate + quantize {where} {word}",
-                lambda m, h=hidden_rows, t=token_dtype, r=real: m.quantize(h, t, activation=SWIGLU, real=r),
-                slots * (2 * inner_bytes + inner),
-                coded(mask, exact=False),
-            )
+                "sort",
+                lambda m: m.sort(ids, EXPERTS, ALIGNMENT),
+                12 * self.slots,
+                lambda a, b: _equal(*((getattr(a, name), getattr(b, name)) for name in names)),
+            ),
+            Block(
+                "permute_contiguous bf16",
+                lambda m: m.contiguous(x, ids, EXPERTS, alignment=ALIGNMENT),
+                copies * 2 * self.hidden,
+                _moved(rows),
+            ),
+            Block(
+                "permute_contiguous fp8 + column scales",
+                lambda m: m.contiguous(fp8, ids, EXPERTS, alignment=ALIGNMENT, scales=scales, column_major=True),
+                copies * (self.hidden + self.hidden // 32),
+                _moved(rows),
+            ),
+            Block(
+                "permute_masked bf16",
+                lambda m: m.masked(x, ids, EXPERTS, block),
+                copies * 2 * self.hidden,
+                _moved(masked_map.flatten().long()),
+            ),
+            Block(
+                "row_experts",
+                lambda m: m.row_experts(self.counts, self.ends, self.num_rows),
+                4 * self.num_rows,
+                lambda a, b: _equal((a, b)),
+            ),
+        ]
+
+    def _rows(self) -> list[Block]:
+        gate_up = torch.randn(self.num_rows, 2 * self.inner, device=DEVICE).bfloat16()
+        out_rows = torch.randn(self.num_rows, self.hidden, device=DEVICE).bfloat16()
+        there = self.experts >= 0
+        return [
+            Block(
+                "activate contiguous",
+                lambda m: m.activate(gate_up, SWIGLU, real=self.experts),
+                3 * self.slots * 2 * self.inner,
+                lambda a, b: _near(a[there], b[there]),
+            ),
+            Block(
+                "combine",
+                lambda m: m.combine(out_rows, self.row_map, self.weights, torch.bfloat16, scaling_factor=2.5),
+                (self.num_tokens + self.slots) * 2 * self.hidden,
+                lambda a, b: _equal((a, b)),
+            ),
+        ]
+
+    def _rounded(self) -> list[Block]:
+        row_128 = TokenDtype("fp8", "row_128")
+        tokens = Block(
+            "quantize tokens fp8/row_128",
+            lambda m: m.quantize(self.x, row_128),
+            self.num_tokens * self.hidden * 3,
+            _coded(None, exact=True),
         )
-    return found
+        flat = torch.randn(self.num_rows, 2 * self.inner, device=DEVICE).bfloat16()
+        blocks = torch.randn(EXPERTS, self.block, 2 * self.inner, device=DEVICE).bfloat16()
+        in_block = (torch.arange(self.block, device=DEVICE) < self.counts[:, None]).flatten()
+        contiguous = (flat, self.experts, self.experts >= 0)
+        return [
+            tokens,
+            *(self._activated(word, *contiguous) for word in ("fp8/column_128", "fp8/ue8m0_128", "int8/token")),
+            self._activated("fp8/column_128", blocks, self.counts, in_block),
+        ]
+
+    def _activated(self, word: str, hidden: torch.Tensor, real: torch.Tensor, there: torch.Tensor) -> Block:
+        dtype, where = TokenDtype(*word.split("/")), "masked" if hidden.dim() == 3 else "contiguous"
+        return Block(
+            f"activate + quantize {where} {word}",
+            lambda m: m.quantize(hidden, dtype, activation=SWIGLU, real=real),
+            self.slots * (4 * self.inner + self.inner),
+            _coded(there, exact=False),
+        )
 
 
 def microseconds(block: Block, implementation: SimpleNamespace, calls: int) -> float | None:
@@ -236,7 +260,7 @@ def main() -> None:
     table = Table("H, I", "T", "block", "torch us", "triton us", "GB/s", "of bandwidth", "against torch")
     for hidden, inner in WIDTHS:
         for num_tokens in TOKENS:
-            for block in blocks(hidden, inner, num_tokens):
+            for block in Sizes(hidden, inner, num_tokens).blocks():
                 said = compare(block)
                 slow, fast = microseconds(block, TORCH, 2), microseconds(block, TRITON, 10)
                 row = [f"{hidden}, {inner}", str(num_tokens), block.name]

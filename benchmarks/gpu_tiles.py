@@ -76,7 +76,7 @@ def _cut(operands: str) -> Iterator[Tile]:
         return
     for m in (16, 32):
         for n in (64, 128):
-            for k, stages in ((64, (4, 6)), (128, (3, 4))):
+            for k, stages in ((64, (4, 6)), (128, (2, 3, 4, 6))):
                 for tma in (False, True):
                     yield from (Tile(m, n, k, 4, s, True, tma) for s in stages)
     yield from (Tile(32, n, 128, 4, s) for n in (64, 128) for s in (3, 4))

@@ -15,6 +15,8 @@ from moe_core.specs import TokenDtype
 
 #: Largest code of each dtype; a group's largest value gets it.
 CODE_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}
+#: Smallest code of each dtype; only values that a static scale does not cover get it.
+CODE_MIN = {torch.float8_e4m3fn: -E4M3_MAX, torch.int8: -128.0}
 
 
 def quantize(

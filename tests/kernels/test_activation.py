@@ -27,6 +27,9 @@ _VARIANTS = [
 ]
 #: One rounding of the result (half of one unit in the last place), plus fp32 exponentials.
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+#: Of `1 + erf` in torch's vectorised gelu on CPU, which is near 0 where its terms are not: the polynomial 7.1.26 of
+#: Abramowitz and Stegun is exact to 1.5e-7, and is evaluated in fp32. Four million values below 0 show 5.3e-7.
+_ERF_ERROR = 6e-7
 
 
 @pytest.mark.parametrize("dtype", _ROUNDING)
@@ -39,8 +42,20 @@ def test_variant_equals_its_formula(spec: ActivationSpec, dtype: torch.dtype) ->
     assert got.shape == want.shape
     assert got.dtype == dtype
     assert got.is_contiguous()
-    torch.testing.assert_close(got.double(), want, rtol=_ROUNDING[dtype], atol=1e-6)
+    assert bool(((got.double() - want).abs() <= _ROUNDING[dtype] * want.abs() + _absolute(h.double(), spec)).all())
     assert torch.equal(h, before)
+
+
+def _absolute(h: torch.Tensor, spec: ActivationSpec) -> torch.Tensor | float:
+    """Error of each element beside its rounding."""
+    if spec.kind != "gelu":
+        return 1e-6
+    if not spec.gated:
+        return 1e-6 + _ERF_ERROR * h.abs() / 2
+    gate, up = (h[:, 0::2], h[:, 1::2]) if spec.row_order == "interleaved" else h.chunk(2, dim=-1)
+    if spec.limit is not None:
+        up = up.clamp(-spec.limit, spec.limit)
+    return 1e-6 + _ERF_ERROR * (gate * (up + spec.beta)).abs() / 2
 
 
 def test_gate_is_not_clamped_from_below() -> None:

@@ -61,8 +61,14 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | F
         num_experts=w13.weight.data.shape[0],
         w13=w13,
         w2=w2,
-        first=gemm(w13.weight, activation=activation, row_group=w13.group),
-        second=gemm(w2.weight, row_group=w2.group),
+        first=gemm(
+            w13.weight,
+            activation=activation,
+            row_group=w13.group,
+            rounded_from=TORCH_DTYPES[request.dtype],
+            rounded_group=0 if activation is None else w2.rounded_group,
+        ),
+        second=gemm(w2.weight, row_group=w2.group, tiles_known=True),
         one_token=OneToken(w13.weight, w2.weight, activation, table.one_token, check=on_device, pdl=pdl)
         if plain and activation is not None
         else None,
@@ -189,19 +195,29 @@ class TritonExperts:
             inside = self._first(hidden_states, slots.tiles, pair, slots)
         return self._second(inside, slots.tiles, pair)
 
-    def _first(self, rows: Tensor, tiles: RowTiles, pair: TilePair, slots: SortedSlots | None = None) -> Tensor:
-        """First projection and activation; with `slots`, of the tokens `rows` gathered on the way."""
-        num_rows = rows.shape[0] if slots is None else slots.order.shape[0]
-        inside = rows.new_empty((num_rows, self.first.width))
-        # Tokens are rounded once each, rows where they are.
-        operand, scale = self.w13.rounded(rows, tiles if slots is None else None)
+    def _first(
+        self, rows: Tensor, tiles: RowTiles, pair: TilePair, slots: SortedSlots | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """First projection and activation, as the second one reads them; with `slots`, of `rows` that are tokens."""
+        num_rows, tile = rows.shape[0] if slots is None else slots.order.shape[0], pair[0]
+        # Tokens are rounded once each, rows where they are. Sorting, which may still run, does not write tokens.
+        operand, scale = self.w13.rounded(
+            rows, tiles if slots is None else None, pdl="write" if self.pdl and slots is not None else ""
+        )
         gather: dict[str, Any] = {} if slots is None else {"order": slots.order, "top_k": slots.row_map.shape[1]}
-        self.first(operand, tiles, inside, pair[0], row_scale=scale, **gather)
-        return inside if self.module is None else self.module(inside)
+        rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
+        inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else None)
+        inside_scale = self.w2.new_scale(inside) if rounds else None
+        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, **gather)
+        if rounds:
+            return inside, inside_scale
+        if self.module is not None:
+            inside = self.module(inside)
+        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "")
 
-    def _second(self, inside: Tensor, tiles: RowTiles, pair: TilePair) -> Tensor:
+    def _second(self, inside: tuple[Tensor, Tensor | None], tiles: RowTiles, pair: TilePair) -> Tensor:
         """Second projection and what follows it, `[R, H]`."""
-        operand, scale = self.w2.rounded(inside, tiles)
-        out = inside.new_empty((inside.shape[0], self.second.width), dtype=self.row_dtype)
-        self.second(operand, tiles, out, pair[1], row_scale=scale)
+        rows, scale = inside
+        out = rows.new_empty((rows.shape[0], self.second.width), dtype=self.row_dtype)
+        self.second(rows, tiles, out, pair[1], row_scale=scale)
         return out if self.post_norm is None else self.post_norm(out)

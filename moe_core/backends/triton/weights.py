@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.quantize import quantize_rows
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.kernels.triton.weights import GroupedWeight
@@ -33,16 +34,24 @@ class Projection:
     group: int
     input_scale: Tensor | None
 
-    def rounded(self, rows: Tensor, tiles: RowTiles | None) -> tuple[Tensor, Tensor | None]:
+    @property
+    def rounded_group(self) -> int:
+        """Channels that share a scale which follows from them alone; 0 for rows as they are, all channels or static."""
+        return self.group if self.rounds_to is not None and self.input_scale is None else 0
+
+    def new_scale(self, codes: Tensor) -> Tensor:
+        """Room for the scales of such groups."""
+        return codes.new_empty((codes.shape[0], divided_up(codes.shape[1], self.group)), dtype=torch.float32)
+
+    def rounded(self, rows: Tensor, tiles: RowTiles | None, pdl: str = "") -> tuple[Tensor, Tensor | None]:
         """`rows` as the GEMM reads them and their scales, one per block of the weight; only those of `tiles`.
 
-        Static scales are those of experts, so that they need `tiles`.
+        Static scales are those of experts, so that they need `tiles`; `pdl` is that of `quantize_rows`.
         """
         if self.rounds_to is None:
             return rows, None
-        return quantize_rows(
-            rows, self.rounds_to, self.group or rows.shape[1], static_scale=self.input_scale, tiles=tiles
-        )
+        group = self.group or rows.shape[1]
+        return quantize_rows(rows, self.rounds_to, group, static_scale=self.input_scale, tiles=tiles, pdl=pdl)
 
 
 def projection(weights: PreparedWeights, number: str, scheme: QuantScheme) -> Projection:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
-from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.interpreter import INTERPRETED, narrow
+from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program
 from moe_core.payloads import Tensor
 
+#: Columns of one program.
+_BLOCK = 1024
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
@@ -38,38 +45,43 @@ def activate_rows(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None =
     """As `ops.activate`; rows that do not exist are neither read nor written."""
     width = hidden.shape[-1] // spec.rows_per_channel
     out = hidden.new_empty((*hidden.shape[:-1], width))
-    flat = flat_rows(hidden)
-    num_rows, block = flat.shape[0], min(1024, triton.next_power_of_2(width))
-    run = rows_per_program(num_rows, real)
+    flat, real = flat_rows(hidden), None if real is None else real.contiguous()
+    num_rows, stride, block = flat.shape[0], flat.stride(0), min(_BLOCK, power_of_two(width))
     if num_rows:
-        _activate_rows[(triton.cdiv(num_rows, run), triton.cdiv(width, block))](
-            flat,
-            out,
-            None if real is None else real.contiguous(),
-            width,
-            flat.stride(0),
-            run,
-            num_rows,
-            hidden.shape[-2],
-            BLOCKS=hidden.dim() == 3,
-            BLOCK=block,
-            INTERLEAVED=spec.row_order == "interleaved",
-            **activation_constants(spec),
-            enable_fp_fusion=False,
-        )
+        run = rows_per_program(num_rows, real)
+        unit = spec, hidden.dim() == 3, block
+        # The output is new, and therefore aligned.
+        key = unit, looked_at(flat, real, width, stride)
+        arguments = flat, out, real, width, stride, run, num_rows, hidden.shape[-2]
+        grid = divided_up(num_rows, run), divided_up(width, block), 1
+        _launches(key, grid, arguments, partial(_constants, *unit))
     return out
+
+
+def _constants(spec: ActivationSpec, blocks: bool, block: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = {"BLOCKS": blocks, "BLOCK": block, "INTERLEAVED": spec.row_order == "interleaved"}
+    return {**rows, **activation_constants(spec)}, {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _times_sigmoid(x, z):
+    """`x * sigmoid(z)`, to some units in the last place of fp32; 0 where the logistic function is below 2**-126."""
+    if INTERPRETED:
+        return x * tl.sigmoid(z)
+    # Exponentials and quotients that look out for numbers below those bounds take three times as many instructions.
+    return libdevice.fast_dividef(x, 1.0 + libdevice.fast_expf(-z))
 
 
 @triton.jit
 def _function(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
     """The element-wise function; comparisons are written so that NaN stays NaN."""
     if KIND == "silu":
-        x = x * tl.sigmoid(ALPHA * x)
+        x = _times_sigmoid(x, ALPHA * x)
     elif KIND == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         # 1 + tanh(z) = 2 * sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        x = _times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == "relu":
         x = tl.where(x < 0.0, 0.0, x)
     elif KIND == "relu2":
@@ -98,7 +110,9 @@ def activate(
         value = _function(gate, KIND, ALPHA)
         if CLAMP_AFTER:
             value = tl.where(value > LIMIT, LIMIT, value)
-        value = value * (up + BETA)
+        if BETA != 0.0:
+            up = up + BETA
+        value = value * up
     else:
         value = _function(gate, KIND, ALPHA)
     return value
@@ -117,7 +131,7 @@ def load_activated(
     BETA: tl.constexpr,
     CLAMP_AFTER: tl.constexpr,
 ):
-    """The activation's `columns` of one row in fp32, 0 past `width`."""
+    """The activation's `columns` of one row in fp32; anything past `width`."""
     mask = columns < width
     if GATED:
         first = 2 * columns if INTERLEAVED else columns
@@ -127,8 +141,7 @@ def load_activated(
     else:
         gate = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         up = gate
-    value = activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
-    return tl.where(mask, value, 0.0)
+    return activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
 
 
 @triton.jit(do_not_specialize=["run", "num_rows", "block_rows"])
@@ -151,7 +164,7 @@ def _activate_rows(
     BETA: tl.constexpr,
     CLAMP_AFTER: tl.constexpr,
 ):
-    first, end = row_range(None, tl.program_id(0), run, num_rows)
+    first, end = row_range(tl.program_id(0), run, num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for row in range(first, end):
         if exists(real, row, block_rows, BLOCKS):
@@ -159,3 +172,6 @@ def _activate_rows(
                 hidden + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
             )
             tl.store(out + row * width + columns, narrow(value, out.dtype.element_ty), mask=columns < width)
+
+
+_launches = Launches(_activate_rows)

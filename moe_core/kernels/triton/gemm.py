@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_core.activation import ActivationSpec
+from moe_core.kernels.codes import CODE_MAX, CODE_MIN
 from moe_core.kernels.triton.activation import activation_constants
 from moe_core.kernels.triton.gemm_kernel import grouped_gemm
 from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned
@@ -18,6 +21,7 @@ from moe_core.payloads import Tensor
 #: Tiles of rows that take turns on the same weights, so that the second finds them in the cache. Four and 16
 #: were 1 to 2 % slower on an H100 over all sizes, 32 was 3 %, none 8 %.
 _ROW_TILES_PER_TURN = 8
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class GroupedGemm:
@@ -37,6 +41,9 @@ class GroupedGemm:
         row_group: int = 0,
         multiprocessors: int = 1,
         pdl: bool = False,
+        tiles_known: bool = False,
+        rounded_from: torch.dtype | None = None,
+        rounded_group: int = 0,
     ) -> None:
         """What does not change between calls.
 
@@ -46,9 +53,14 @@ class GroupedGemm:
             row_group: Inputs that share a scale of quantized rows, 0 for all.
             multiprocessors: Of the device, for tiles whose programs stay.
             pdl: Start before the launch in front of this one has ended (see the package).
+            tiles_known: The launch in front of this one has read the table of tiles, too, which may be read before it
+                has ended.
+            rounded_from: Of results that are rounded to codes, the dtype that they have before.
+            rounded_group: Of such results, the columns that share a scale: tiles have whole groups (`rounds`).
         """
         self._weight, self._activation, self._row_group = weight, activation, row_group
-        self._multiprocessors, self._pdl = multiprocessors, pdl
+        self._multiprocessors, self._pdl, self._tiles_known = multiprocessors, pdl, tiles_known
+        self._between, self._group = rounded_from, rounded_group
         gated = activation is not None and activation.gated
         self._halves = 2 if gated else 1
         self.width = weight.data.shape[1] // self._halves
@@ -58,6 +70,10 @@ class GroupedGemm:
         self._strides = *weight.data.stride(), *strides_of(weight.bias, 2)
         self._scale_strides = *strides_of(weight.scale, 3), *strides_of(weight.zero_point, 3)
         self._launches = Launches(grouped_gemm)
+
+    def rounds(self, tile: Tile) -> bool:
+        """Whether results can be written as codes with these tiles."""
+        return self._group > 0 and tile.n % self._group == 0
 
     def __call__(
         self,
@@ -69,6 +85,7 @@ class GroupedGemm:
         row_scale: Tensor | None = None,
         order: Tensor | None = None,
         top_k: int = 1,
+        out_scale: Tensor | None = None,
     ) -> Tensor:
         """Multiply every row of `tiles`.
 
@@ -80,6 +97,7 @@ class GroupedGemm:
             row_scale: fp32 `[*, groups]` of quantized `rows`.
             order: `[N]`, the slot of each row if `rows` are tokens, which are then gathered (`order[r] // top_k`).
             top_k: Slots per token, with `order`.
+            out_scale: fp32 `[*, groups]`, gets the scales of `out` if that takes codes, fp8 or int8.
 
         Returns:
             `out`.
@@ -89,9 +107,9 @@ class GroupedGemm:
         if tile.resident:
             num_programs = min(num_programs, tile.resident * self._multiprocessors)
         by_descriptor = tile.tma_rows and order is None and takes_descriptor(rows)
-        row_strides = rows.stride(0), out.stride(0), *self._strides, 0 if row_scale is None else row_scale.stride(0)
+        row_strides = rows.stride(0), out.stride(0), *(0 if s is None else s.stride(0) for s in (out_scale, row_scale))
         key = (
-            *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None),
+            *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None, out_scale is None),
             *(is_aligned(rows), is_aligned(out)),
         )
         self._launches(
@@ -99,8 +117,10 @@ class GroupedGemm:
             (num_programs, 1, 1),
             (
                 out,
+                out_scale,
                 TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [tile.m, tile.k]) if by_descriptor else rows,
                 weight.descriptor(tile.n, tile.k, self._halves, self._interleaved) if tile.tma else weight.data,
+                weight.data,
                 weight.bias,
                 row_scale,
                 *self._scales,
@@ -110,14 +130,25 @@ class GroupedGemm:
                 weight.num_inputs,
                 num_tiles,
                 top_k,
-                *row_strides,
+                *row_strides[:3],
+                *self._strides,
+                row_strides[3],
                 *self._scale_strides,
             ),
-            lambda: self._constants(tile, by_descriptor, _scaling(rows, weight, row_scale)),
+            lambda: self._constants(tile, by_descriptor, _scaling(rows, weight, row_scale), out.dtype),
         )
         return out
 
-    def _constants(self, tile: Tile, by_descriptor: bool, scaling: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _bytes_ahead(self, tile: Tile) -> int:
+        """Of each weight row, what is fetched before the wait, in whole units of bulk copies."""
+        weight = self._weight
+        if not (self._pdl and self._tiles_known and weight.takes_descriptors()):
+            return 0
+        return min(tile.ahead, weight.num_inputs) * weight.data.element_size() // 16 * 16
+
+    def _constants(
+        self, tile: Tile, by_descriptor: bool, scaling: str, out_dtype: torch.dtype
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         weight = self._weight
         constants = {
             "BM": tile.m,
@@ -136,6 +167,11 @@ class GroupedGemm:
             "SCALE_COLUMNS": weight.block[1],
             "ONE_BLOCK": scaling == "block" and self._lies_in_one_block(tile.n),
             "ROW_GROUP": self._row_group,
+            "BETWEEN": None if self._between is None else _TRITON_DTYPES.get(self._between),
+            "OUT_GROUP": self._group,
+            "CODE_MAX": CODE_MAX.get(out_dtype),
+            "CODE_MIN": CODE_MIN.get(out_dtype),
+            "BYTES_AHEAD": self._bytes_ahead(tile),
             "PDL": self._pdl,
             **activation_constants(self._activation),
         }

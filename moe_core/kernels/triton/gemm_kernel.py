@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_core.kernels.triton.activation import activate
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
+from moe_core.kernels.triton.quantize import codes_of, dynamic_scale
 from moe_core.kernels.triton.weights import load_tile, load_weight_only
 
 
@@ -28,6 +29,30 @@ def _position(program, num_row_tiles, columns, TURN: tl.constexpr):
     rows_in_turn = tl.minimum(num_row_tiles - turn * TURN, TURN)
     inside = program % (TURN * columns)
     return turn * TURN + inside % rows_in_turn, inside // rows_in_turn
+
+
+@triton.jit
+def _weight_rows(column_tile, width, BN: tl.constexpr, HALVES: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Places of a tile's columns in the product, and the weight rows that they come from."""
+    columns = column_tile * (BN * HALVES) + tl.arange(0, BN * HALVES)
+    # Columns past the last repeat the first ones and are not stored.
+    rows = columns % (width * HALVES)
+    if not INTERLEAVED:
+        rows = (rows % 2) * width + rows // 2
+    return columns, rows
+
+
+@triton.jit
+def _fetch_ahead(rows, BYTES: tl.constexpr):
+    """Ask for the first bytes of weight rows to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;",
+        "=r,l",
+        [rows.to(tl.uint64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -55,6 +80,36 @@ def _column_factors(scales, to_up, columns, ONE_BLOCK: tl.constexpr, INTERLEAVED
 
 
 @triton.jit
+def _rounded(
+    value,
+    rows,
+    there,
+    columns,
+    scales,
+    width,
+    stride_os,
+    BETWEEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE_MAX: tl.constexpr,
+    CODE_MIN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Codes of a tile of results in groups of columns, as if written in `BETWEEN` before; stores their scales."""
+    BM: tl.constexpr = value.shape[0]
+    BN: tl.constexpr = value.shape[1]
+    # Columns past the last are copies of others.
+    value = tl.where(columns[None, :] < width, narrow(value, BETWEEN).to(tl.float32), 0.0)
+    value = tl.reshape(value, (BM * (BN // GROUP), GROUP))
+    scale = dynamic_scale(value, CODE_MAX)
+    codes = tl.reshape(codes_of(value, scale, CODE_MIN, CODE_MAX, DTYPE), (BM, BN))
+    groups = tl.min(columns, axis=0) // GROUP + tl.arange(0, BN // GROUP)
+    pointers = scales + rows.to(tl.int64)[:, None] * stride_os + groups[None, :]
+    mask = there[:, None] & (groups[None, :] * GROUP < width)
+    tl.store(pointers, tl.reshape(scale, (BM, BN // GROUP)), mask=mask)
+    return codes
+
+
+@triton.jit
 def _factors(of_rows, of_columns, SWAP: tl.constexpr):
     """One factor per element of a product made by `_product`."""
     return of_columns[:, None] * of_rows[None, :] if SWAP else of_rows[:, None] * of_columns[None, :]
@@ -64,8 +119,10 @@ def _factors(of_rows, of_columns, SWAP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def grouped_gemm(
     out,
+    out_scale,
     x,
     w,
+    weights,
     bias,
     x_scale,
     w_scale,
@@ -79,6 +136,7 @@ def grouped_gemm(
     top_k,
     stride_x,
     stride_out,
+    stride_os,
     stride_we,
     stride_wn,
     stride_wk,
@@ -107,6 +165,11 @@ def grouped_gemm(
     SCALE_COLUMNS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     ROW_GROUP: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
+    CODE_MAX: tl.constexpr,
+    CODE_MIN: tl.constexpr,
+    BYTES_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -116,11 +179,19 @@ def grouped_gemm(
     CLAMP_AFTER: tl.constexpr,
 ):
     """Columns of the product are weight rows; of a gated one they alternate, gate and up, whatever the rows' order."""
+    HALVES: tl.constexpr = 2 if GATED else 1
     program = tl.program_id(0)
+    columns = tl.cdiv(width, BN)
     if PDL:
+        if BYTES_AHEAD:
+            # Weights depend on no launch; while the one in front of this ends, the memory would have nothing to do.
+            row_tile, column_tile = _position(program, num_row_tiles, columns, TURN)
+            upcoming = tl.load(tiles + 3 * row_tile)
+            if upcoming >= 0:
+                _, w_rows = _weight_rows(column_tile, width, BN, HALVES, INTERLEAVED)
+                _fetch_ahead(weights + upcoming.to(tl.int64) * stride_we + w_rows * stride_wn, BYTES_AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = tl.cdiv(width, BN)
     if PERSISTENT:
         num_row_tiles = _used(tiles, num_row_tiles)
         end = num_row_tiles * columns
@@ -144,13 +215,8 @@ def grouped_gemm(
             sources = tl.load(order + rows) // top_k
         sources = sources.to(tl.int64)
 
-        HALVES: tl.constexpr = 2 if GATED else 1
         BW: tl.constexpr = BN * HALVES
-        w_columns = column_tile * BW + tl.arange(0, BW)
-        # Columns past the last repeat the first ones and are not stored.
-        w_rows = w_columns % (width * HALVES)
-        if not INTERLEAVED:
-            w_rows = (w_rows % 2) * width + w_rows // 2
+        w_columns, w_rows = _weight_rows(column_tile, width, BN, HALVES, INTERLEAVED)
         expert = expert.to(tl.int64)
         base = w
         if not TMA:
@@ -178,9 +244,9 @@ def grouped_gemm(
                     # Rows past the group may hold anything, of which NumPy would warn.
                     x_tile = tl.where(there[:, None], x_tile, tl.zeros_like(x_tile))
             else:
-                x_tile = as_operand(
-                    load_tile(x + sources[:, None] * stride_x + k_columns[None, :], k_columns, num_inputs, EVEN_K)
-                )
+                pointers = x + sources[:, None] * stride_x + k_columns[None, :]
+                real = there[:, None] if EVEN_K else there[:, None] & (k_columns[None, :] < num_inputs)
+                x_tile = as_operand(tl.load(pointers, mask=real, other=0.0))
             if TMA:
                 w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
             elif SCALING == "weight":
@@ -232,4 +298,21 @@ def grouped_gemm(
         value = activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
         out_columns = column_tile * BN + tl.arange(0, BN)
         pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
-        tl.store(pointers, narrow(value, out.dtype.element_ty), mask=there[:, None] & (out_columns[None, :] < width))
+        if out_scale is None:
+            value = narrow(value, out.dtype.element_ty)
+        else:
+            value = _rounded(
+                value,
+                rows,
+                there,
+                out_columns,
+                out_scale,
+                width,
+                stride_os,
+                BETWEEN,
+                OUT_GROUP,
+                CODE_MAX,
+                CODE_MIN,
+                out.dtype.element_ty,
+            )
+        tl.store(pointers, value, mask=there[:, None] & (out_columns[None, :] < width))

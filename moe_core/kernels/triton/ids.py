@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from moe_core.kernels.triton.launch import Launches, divided_up, looked_at
 from moe_core.payloads import Tensor
 
 _BLOCK = 256
@@ -14,22 +18,18 @@ _BLOCK = 256
 def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
     """As `ops.checked_ids`; an id out of range stops the device."""
     out = torch.empty(topk_ids.shape, dtype=torch.int64, device=topk_ids.device)
-    count = out.numel()
+    count, top_k, strides = out.numel(), topk_ids.shape[1], topk_ids.stride()
     if count:
-        _checked_ids[(triton.cdiv(count, _BLOCK),)](
-            topk_ids,
-            table,
-            out,
-            count,
-            num_slots,
-            *topk_ids.stride(),
-            TOP_K=topk_ids.shape[1],
-            BLOCK=_BLOCK,
-            # Makes the assertion real; it would make additions checked ones too.
-            debug=True,
-            sanitize_overflow=False,
-        )
+        # The output is new, and therefore aligned.
+        key = top_k, looked_at(topk_ids, table, num_slots, *strides)
+        arguments = topk_ids, table, out, count, num_slots, *strides
+        _launches(key, (divided_up(count, _BLOCK), 1, 1), arguments, partial(_constants, top_k))
     return out
+
+
+def _constants(top_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    # `debug` makes the assertion real; it would make additions checked ones too.
+    return {"TOP_K": top_k, "BLOCK": _BLOCK}, {"debug": True, "sanitize_overflow": False}
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -43,3 +43,6 @@ def _checked_ids(
     if table is not None:
         found = tl.where(found < 0, -1, tl.load(table + found, mask=(found >= 0) & (found < num_slots), other=-1))
     tl.store(out + place, found, mask=place < count)
+
+
+_launches = Launches(_checked_ids)

@@ -27,6 +27,19 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
 
 
+def looked_at(*arguments: Tensor | int | None) -> tuple[Hashable, ...]:
+    """What Triton compiles a variant for, of arguments that may be anything: what a key has to hold of them."""
+    return tuple(map(_kind, arguments))
+
+
+def _kind(argument: Tensor | int | None) -> Hashable:
+    if argument is None:
+        return None
+    if isinstance(argument, int):
+        return (argument == 1, argument % 16 == 0, argument < 1 << 31)
+    return argument.dtype, argument.data_ptr() % 16 == 0
+
+
 class Launches:
     """The compiled variants of one kernel for one owner, whose arguments mostly stay the same.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -10,14 +12,16 @@ import triton.language as tl
 
 from moe_core.kernels.scale_layouts import block_strides, empty_scales
 from moe_core.kernels.triton.interpreter import narrow
+from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.rows import flat_rows, scale_offset
 from moe_core.kernels.triton.sort import SortedSlots, masked_row_map, permute
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
 
 #: Integers that scales are copied as.
 _BITS = {1: torch.uint8, 4: torch.int32}
-_EXPERT_ROWS = 128
-_EXPERT_STEP = 64
+#: Values of a token that one program copies, and its warps.
+_COPY_BLOCK, _COPY_WARPS = 2048, 4
+_EXPERT_ROWS = 256
 
 
 def gather_rows(hidden_states: Tensor, slots: SortedSlots, row_weights: Tensor | None = None) -> Tensor:
@@ -76,18 +80,21 @@ def permute_masked(
 
 def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int) -> Tensor:
     """As `ops.row_experts`."""
-    experts = group_ends.new_empty((num_rows,))
+    counts, ends = num_tokens_per_expert.contiguous(), group_ends.contiguous()
+    experts = ends.new_empty((num_rows,))
     if num_rows:
-        _row_experts[(triton.cdiv(num_rows, _EXPERT_ROWS),)](
-            num_tokens_per_expert.contiguous(),
-            group_ends.contiguous(),
-            experts,
-            num_rows,
-            group_ends.shape[0],
-            BLOCK=_EXPERT_ROWS,
-            STEP=_EXPERT_STEP,
-        )
+        num_experts = ends.shape[0]
+        # The output is new, and therefore aligned.
+        halvings = num_experts.bit_length()
+        key = halvings, looked_at(counts, ends)
+        arguments = counts, ends, experts, num_rows, num_experts
+        grid = divided_up(num_rows, _EXPERT_ROWS), 1, 1
+        _find_experts(key, grid, arguments, partial(_expert_constants, halvings))
     return experts
+
+
+def _expert_constants(halvings: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"BLOCK": _EXPERT_ROWS, "HALVINGS": halvings}, {}
 
 
 def _copy_tokens(
@@ -106,27 +113,27 @@ def _copy_tokens(
     else:
         bits = scales.view(_BITS[scales.itemsize])
         row_scales = empty_scales(size, scales.shape[1], scales.dtype, scales.device, column_major)
-    values, rows = _as_bits(flat_rows(hidden_states)), _as_bits(out)
     if num_tokens and out.numel():
-        block = min(2048, triton.next_power_of_2(width))
-        _copy_rows[(num_tokens, triton.cdiv(width, block))](
-            values,
-            rows,
-            row_map,
-            row_weights,
-            bits,
-            None if bits is None or row_scales is None else row_scales.view(bits.dtype),
-            width,
-            values.stride(0),
-            0 if scales is None else scales.shape[1],
+        values, rows = _as_bits(flat_rows(hidden_states)), _as_bits(out)
+        tensors = values, rows, row_map, row_weights, bits, None if bits is None else row_scales.view(bits.dtype)  # type: ignore[union-attr]
+        sizes = (
+            *(width, values.stride(0), 0 if scales is None else scales.shape[1]),
             *((0, 0) if row_weights is None else row_weights.stride()),
             *((0, 0) if scales is None else scales.stride()),
-            *((1, 0, 0, 0) if row_scales is None else block_strides(row_scales)),
-            TOP_K=row_map.shape[1],
-            BLOCK=block,
-            SCALES=1 if scales is None else triton.next_power_of_2(scales.shape[1]),
         )
+        block_rows, stride_block, stride_row, stride_word = (
+            (1, 0, 0, 0) if row_scales is None else block_strides(row_scales)
+        )
+        block = min(_COPY_BLOCK, power_of_two(width))
+        unit = row_map.shape[1], block, _COPY_WARPS, 1 if scales is None else power_of_two(scales.shape[1])
+        key = unit, looked_at(*tensors, *sizes, stride_row)
+        arguments = *tensors, *sizes, block_rows, stride_block, stride_row, stride_word
+        _copy(key, (num_tokens, divided_up(width, block), 1), arguments, partial(_copy_constants, *unit))
     return out, row_scales
+
+
+def _copy_constants(top_k: int, block: int, warps: int, scales: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"TOP_K": top_k, "BLOCK": block, "SCALES": scales}, {"num_warps": warps}
 
 
 def _as_bits(values: Tensor) -> Tensor:
@@ -180,16 +187,19 @@ def _copy_rows(
             tl.store(place + words * stride_word, scale, mask=has_scale & (words < tl.where(row >= 0, num_scales, 0)))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _row_experts(counts, ends, experts, num_rows, num_experts, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """A row's expert is the number of groups that end before it."""
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def _row_experts(counts, ends, experts, num_rows, num_experts, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
+    """A row's expert is the number of groups that end before it, found by halving what is left of them."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.zeros((BLOCK,), dtype=tl.int32)
-    for first in range(0, num_experts, STEP):
-        group = first + tl.arange(0, STEP)
-        end = tl.load(ends + group, mask=group < num_experts, other=2147483647)
-        expert += tl.sum((end[None, :] <= rows[:, None]).to(tl.int32), axis=1)
+    for step in tl.static_range(HALVINGS):
+        further = expert + (1 << (HALVINGS - 1 - step))
+        end = tl.load(ends + further - 1, mask=further <= num_experts, other=2147483647)
+        expert = tl.where(end <= rows, further, expert)
     grouped = (rows < num_rows) & (expert < num_experts)
     start = tl.load(ends + expert - 1, mask=grouped & (expert > 0), other=0)
     count = tl.load(counts + expert, mask=grouped, other=0)
     tl.store(experts + rows, tl.where(rows - start < count, expert, -1), mask=rows < num_rows)
+
+
+_copy, _find_experts = map(Launches, (_copy_rows, _row_experts))

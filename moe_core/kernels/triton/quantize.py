@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from moe_core.activation import ActivationSpec
-from moe_core.kernels.codes import CODE_MAX
+from moe_core.kernels.codes import CODE_MAX, CODE_MIN
 from moe_core.kernels.scale_layouts import PACKED_SCALES, block_strides, code_format
 from moe_core.kernels.triton.activation import activation_constants, load_activated
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program, scale_offset
+from moe_core.kernels.triton.launch import Launches, divided_up, looked_at
+from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program, scale_offset, tile_range
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.payloads import Tensor
 from moe_core.specs import TokenDtype
 
-_VALUES_PER_PROGRAM = 4096
+#: Of one row. Several loads of 16 bytes are then under way in every thread.
+_VALUES_PER_PROGRAM, _VALUES_PER_WARP, _MOST_WARPS = 4096, 1024, 8
+#: Programs may have that many halves less, where more would be past the end of the row.
+_HALVINGS = 2
+#: Rows of a tile that a program rounds one after the other.
+_ROWS_PER_PROGRAM = 2
 
 
 def quantize(
@@ -38,6 +47,7 @@ def quantize_rows(
     static_scale: Tensor | None = None,
     activation: ActivationSpec | None = None,
     tiles: RowTiles | None = None,
+    pdl: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Codes `[R, C]` of `dtype` and scales fp32 `[R, ceil(C / group)]`; numbers as in `ops.quantize`.
 
@@ -49,9 +59,11 @@ def quantize_rows(
             for scales from the rows.
         activation: Applied first, in fp32 and without rounding between; None for none.
         tiles: The rows that exist; others are neither read nor written. None for all.
+        pdl: `read` or `write` for a launch that begins before the one in front of it has ended (see the package), and
+            waits for it before it reads, or only before it writes, where that one writes none of its arguments.
     """
-    scales = rows.new_empty((rows.shape[0], triton.cdiv(_width(rows, activation), group)), dtype=torch.float32)
-    return _quantize(rows, dtype, group, scales, activation, tiles=tiles, static_scale=static_scale), scales
+    scales = rows.new_empty((rows.shape[0], divided_up(_width(rows, activation), group)), dtype=torch.float32)
+    return _quantize(rows, dtype, group, scales, activation, tiles=tiles, static_scale=static_scale, pdl=pdl), scales
 
 
 def _width(rows: Tensor, activation: ActivationSpec | None) -> int:
@@ -69,54 +81,79 @@ def _quantize(
     real: Tensor | None = None,
     tiles: RowTiles | None = None,
     static_scale: Tensor | None = None,
+    pdl: str = "",
 ) -> Tensor:
     """Writes `scales`, returns the codes; one launch."""
     width = _width(rows, activation)
     codes = rows.new_empty((*rows.shape[:-1], width), dtype=dtype)
     flat = flat_rows(rows)
-    num_rows, num_groups = flat.shape[0], triton.cdiv(width, group)
+    num_rows, num_groups = flat.shape[0], divided_up(width, group)
     if not num_rows:
         return codes
-    block = triton.next_power_of_2(group)
-    groups = min(max(1, _VALUES_PER_PROGRAM // block), triton.next_power_of_2(num_groups))
-    if packed:
-        groups = max(groups, PACKED_SCALES)
-    run = rows_per_program(num_rows, real) if tiles is None else tiles.block_m
-    programs = triton.cdiv(num_rows, run) if tiles is None else len(tiles)
-    _quantize_rows[(programs, triton.cdiv(num_groups, groups))](
-        flat,
-        codes,
-        scales,
-        static_scale,
-        None if tiles is None else tiles.table,
-        None if real is None else real.contiguous(),
-        width,
-        flat.stride(0),
-        group,
-        num_groups,
-        run,
-        num_rows,
-        *block_strides(scales),
-        BLOCKS=rows.dim() == 3,
-        PACKED=packed,
-        GROUPS=groups,
-        BLOCK=block,
-        CODE_MAX=CODE_MAX[dtype],
-        CODE_MIN=-CODE_MAX[dtype] - (dtype == torch.int8),
-        INTERLEAVED=activation is not None and activation.row_order == "interleaved",
-        **activation_constants(activation),
-        num_warps=8 if groups * block > _VALUES_PER_PROGRAM else 4,
-        # As the activation alone, which is one rounding after the other in torch, too.
-        enable_fp_fusion=False,
-    )
+    block = 1 << (group - 1).bit_length()
+    groups, warps = _program(block, num_groups, packed)
+    if tiles is None:
+        parts, run = 1, rows_per_program(num_rows, real)
+        programs = divided_up(num_rows, run)
+    else:
+        run = min(tiles.block_m, _ROWS_PER_PROGRAM)
+        parts = divided_up(tiles.block_m, run)
+        programs = len(tiles) * parts
+    block_rows, stride_block, stride_row, stride_word = block_strides(scales)
+    table, real = None if tiles is None else tiles.table, None if real is None else real.contiguous()
+    tensors = flat, codes, scales, static_scale, table, real
+    sizes = width, flat.stride(0), group, num_groups
+    unit = dtype, activation, rows.dim() == 3, packed, groups, block, parts, pdl, warps
+    key = unit, looked_at(*tensors, *sizes, stride_row)
+    arguments = *tensors, *sizes, run, num_rows, block_rows, stride_block, stride_row, stride_word
+    _launches(key, (programs, divided_up(num_groups, groups), 1), arguments, partial(_constants, *unit))
     return codes
 
 
+def _program(block: int, num_groups: int, packed: bool) -> tuple[int, int]:
+    """Groups that one program has of a row, at least those of a word, and its warps.
+
+    What lies past the row's last group takes as long to compute as groups do, so that the fewest win.
+    """
+    most = min(max(1, _VALUES_PER_PROGRAM // block), 1 << (num_groups - 1).bit_length())
+    sizes = [max(most >> shift, PACKED_SCALES if packed else 1) for shift in range(_HALVINGS + 1)]
+    groups = min(sizes, key=lambda size: divided_up(num_groups, size) * size)
+    return groups, min(_MOST_WARPS, max(1, groups * block // _VALUES_PER_WARP))
+
+
+def _constants(
+    dtype: torch.dtype,
+    activation: ActivationSpec | None,
+    blocks: bool,
+    packed: bool,
+    groups: int,
+    block: int,
+    parts: int,
+    pdl: str,
+    warps: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    constants = {
+        "BLOCKS": blocks,
+        "PACKED": packed,
+        "GROUPS": groups,
+        "BLOCK": block,
+        "PARTS": parts,
+        "CODE_MAX": CODE_MAX[dtype],
+        "CODE_MIN": CODE_MIN[dtype],
+        "PDL": pdl,
+        "INTERLEAVED": activation is not None and activation.row_order == "interleaved",
+        **activation_constants(activation),
+    }
+    # As the activation alone, which is one rounding after the other in torch, too.
+    return constants, {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": pdl != ""}
+
+
 @triton.jit
-def _largest(values):
-    """Largest absolute value along the last axis; on the bits, where NaN is above everything."""
+def dynamic_scale(values, CODE_MAX: tl.constexpr):
+    """Scale of each row of `values`: its largest absolute value, found on the bits, where NaN is above everything."""
     bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), axis=1)
-    return bits.to(tl.float32, bitcast=True)
+    largest = bits.to(tl.float32, bitcast=True)
+    return tl.div_rn(largest, tl.full(largest.shape, CODE_MAX, tl.float32))
 
 
 @triton.jit
@@ -127,11 +164,27 @@ def _power_of_two_above(values):
 
 
 @triton.jit
-def _codes(values, scale, CODE_MIN: tl.constexpr, CODE_MAX: tl.constexpr, DTYPE: tl.constexpr):
-    """`[GROUPS, BLOCK]` values over their groups' scales, rounded and saturating; comparisons leave NaN alone."""
+def codes_of(values, scale, CODE_MIN: tl.constexpr, CODE_MAX: tl.constexpr, DTYPE: tl.constexpr):
+    """`[GROUPS, BLOCK]` values over their groups' scales, rounded and saturating; NaN stays NaN.
+
+    Dividing every value takes longer than reading it does. The reciprocal of a scale in two parts, the first one cut
+    off, gives the code of the quotient, and the sign of a zero.
+    """
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    code = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
-    code = tl.where(code > CODE_MAX, CODE_MAX, tl.where(code < CODE_MIN, CODE_MIN, code))
+    # Near 1, by a power of two, no part of the reciprocal is infinite or a number of few digits.
+    near = tl.where(divisor < 2.0**-64, 2.0**64, tl.where(divisor > 2.0**64, 2.0**-64, 1.0))
+    divisor *= near
+    one = tl.full(divisor.shape, 1.0, tl.float32)
+    inverse = tl.div_rn(one, divisor)
+    too_much = tl.fma(-divisor, inverse, one) < 0.0
+    inverse = (inverse.to(tl.int32, bitcast=True) - too_much.to(tl.int32)).to(tl.float32, bitcast=True)
+    # The reciprocal of infinity lacks nothing.
+    rest = tl.where(inverse == 0.0, 0.0, tl.fma(-divisor, inverse, one) * inverse)
+
+    shape: tl.constexpr = values.shape
+    least, most = (CODE_MIN * divisor)[:, None], (CODE_MAX * divisor)[:, None]
+    values = tl.clamp(values * near[:, None], least, most, propagate_nan=tl.PropagateNan.ALL)
+    code = tl.fma(values, tl.broadcast_to(inverse[:, None], shape), values * rest[:, None])
     if tl.int8 == DTYPE:
         # 1.5 * 2**23: adding it leaves no fraction bits, so the sum is rounded half to even.
         code = (code + 12582912.0) - 12582912.0
@@ -172,8 +225,10 @@ def _quantize_rows(
     PACKED: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
+    PDL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -182,7 +237,14 @@ def _quantize_rows(
     BETA: tl.constexpr,
     CLAMP_AFTER: tl.constexpr,
 ):
-    first, end = row_range(tiles, tl.program_id(0), run, num_rows)
+    if PDL == "read":
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tiles is None:
+        first, end = row_range(tl.program_id(0), run, num_rows)
+        expert = -1
+    else:
+        first, end, expert = tile_range(tiles, tl.program_id(0), run, PARTS)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = tl.arange(0, BLOCK)
     columns = groups[:, None] * group + inside[None, :]
@@ -195,14 +257,18 @@ def _quantize_rows(
             )
             value = tl.where(there, value, 0.0)
             if static_scale is None:
-                scale = tl.div_rn(_largest(value), tl.full((GROUPS,), CODE_MAX, tl.float32))
+                scale = dynamic_scale(value, CODE_MAX)
                 if PACKED:
                     scale = _power_of_two_above(scale)
             else:
-                # An unused entry has no rows and the expert -1.
-                expert = tl.maximum(tl.load(tiles + 3 * tl.program_id(0)), 0)
                 scale = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(static_scale + expert)
-            code = _codes(value, scale, CODE_MIN, CODE_MAX, codes.dtype.element_ty)
+            code = codes_of(value, scale, CODE_MIN, CODE_MAX, codes.dtype.element_ty)
+            if PDL == "write":
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
             tl.store(codes + row * width + columns, code, mask=there)
             place = scales + scale_offset(row, block_rows, stride_block, stride_row)
             _store_scales(place, scale, groups, num_groups, stride_word, PACKED)
+
+
+_launches = Launches(_quantize_rows)

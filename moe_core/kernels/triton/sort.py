@@ -15,13 +15,24 @@ from moe_core.payloads import Tensor
 
 #: Most slots that one launch sorts by comparing all pairs; more are counted block by block first.
 _PAIRWISE_SLOTS = 8192
-_PLACE_BLOCK = 16
-_PLACE_STEP = 512
+#: Slots of one program, and slots that it compares them with at a time: as many pairs as registers hold.
+_PLACE_BLOCK, _PLACE_STEP = 16, 512
+#: Up to so many slots all are compared at once, as a step costs more than another program does.
+_ONE_STEP = 2048
 _COUNT_STEP = 4096
 _COUNT_BLOCK = 256
+_ADDED_BLOCKS = 128
+#: Their counts are read together.
+_ADDED_EXPERTS = 8
 
 
-_pairwise, _count, _place = map(Launches, (kernels.sort_pairwise, kernels.count_blocks, kernels.place_blocks))
+_pairwise, _count, _add_up, _place = map(
+    Launches, (kernels.sort_pairwise, kernels.count_blocks, kernels.add_up_blocks, kernels.place_blocks)
+)
+
+
+def _added_constants() -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"BLOCK": _ADDED_BLOCKS, "EXPERTS": _ADDED_EXPERTS}, {}
 
 
 @attrs.define(eq=False)
@@ -72,12 +83,8 @@ class _Variant(NamedTuple):
     pdl: bool
 
     def pairwise_constants(self, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        steps = {
-            "BLOCK": _PLACE_BLOCK,
-            "STEP": min(_PLACE_STEP, slots),
-            "COUNT_STEP": min(_COUNT_STEP, slots),
-            "CHECK": self.check,
-        }
+        block, step = _pairs(slots)
+        steps = {"BLOCK": block, "STEP": step, "COUNT_STEP": min(_COUNT_STEP, slots), "CHECK": self.check}
         return {**self._groups(), **steps}, self._options()
 
     def count_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,6 +108,13 @@ class _Variant(NamedTuple):
         return {"debug": self.check, "sanitize_overflow": False}
 
 
+def _pairs(slots: int) -> tuple[int, int]:
+    """Slots of one program and of one step, for a power of two of slots."""
+    if slots > _ONE_STEP:
+        return _PLACE_BLOCK, _PLACE_STEP
+    return min(_PLACE_BLOCK, _PLACE_BLOCK * _PLACE_STEP // slots), slots
+
+
 def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     """Most tiles that `num_slots` slots need, however they are routed."""
     first = min(num_slots, num_experts)
@@ -117,7 +131,7 @@ def sort_slots(
     check: bool = False,
     pdl: bool = False,
 ) -> SortedSlots:
-    """Sort the slots of `topk_ids` by expert, in one launch (two for many slots).
+    """Sort the slots of `topk_ids` by expert, in one launch (three for many slots).
 
     Args:
         topk_ids: `[T, K]` int32 or int64 local ids, -1 = no expert; in range.
@@ -182,13 +196,15 @@ def _sort(
     key = variant, ids.dtype, is_aligned(ids), order is None, table is None
     if num_slots <= _PAIRWISE_SLOTS:
         power = power_of_two(num_slots)
-        programs = divided_up(num_slots, _PLACE_BLOCK) + 1
+        programs = divided_up(num_slots, _pairs(power)[0]) + 1
         _pairwise((key, power), (programs, 1, 1), (ids, *outputs, *sizes), lambda: variant.pairwise_constants(power))
     else:
         blocks = divided_up(num_slots, _COUNT_BLOCK)
         by_block = new((blocks, num_experts))
         _count(key, (blocks, 1, 1), (ids, by_block, num_slots, num_experts), variant.count_constants)
-        _place(key, (blocks, 1, 1), (ids, by_block, *outputs, *sizes, blocks), variant.place_constants)
+        programs = divided_up(num_experts, _ADDED_EXPERTS)
+        _add_up(num_experts, (programs, 1, 1), (by_block, counts, num_experts, blocks), _added_constants)
+        _place(key, (blocks, 1, 1), (ids, by_block, *outputs, *sizes), variant.place_constants)
     return row_map, counts, ends
 
 

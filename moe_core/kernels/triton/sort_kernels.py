@@ -172,6 +172,21 @@ def count_blocks(
 
 
 @triton.jit(do_not_specialize=_SIZES)
+def add_up_blocks(by_block, counts_ptr, num_experts, num_blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """In place of the slots of each block, those of all blocks before it; and those of all blocks."""
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK):
+        blocks = first + tl.arange(0, BLOCK)[:, None]
+        there = (blocks < num_blocks) & (experts[None, :] < num_experts)
+        pointers = by_block + blocks * num_experts + experts[None, :]
+        count = tl.load(pointers, mask=there, other=0)
+        tl.store(pointers, total[None, :] + tl.cumsum(count, 0) - count, mask=there)
+        total += tl.sum(count, axis=0)
+    tl.store(counts_ptr + experts, total, mask=experts < num_experts)
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def place_blocks(
     ids_ptr,
     by_block,
@@ -184,7 +199,6 @@ def place_blocks(
     num_experts,
     num_tiles,
     group_rows,
-    num_blocks,
     BM: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -197,14 +211,8 @@ def place_blocks(
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    earlier = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in range(0, num_blocks, 16):
-        blocks = first + tl.arange(0, 16)[:, None]
-        there = (blocks < num_blocks) & (experts[None, :] < num_experts)
-        count = tl.load(by_block + blocks * num_experts + experts[None, :], mask=there, other=0)
-        counts += tl.sum(count, axis=0)
-        earlier += tl.sum(tl.where(blocks < block, count, 0), axis=0)
+    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0)
+    earlier = tl.load(by_block + block * num_experts + experts, mask=experts < num_experts, other=0)
     starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, BLOCKS)
     mine = block * BLOCK + tl.arange(0, BLOCK)
     expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)

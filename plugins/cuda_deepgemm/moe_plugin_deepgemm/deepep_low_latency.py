@@ -7,6 +7,7 @@ stream; what lies between them overlaps with the tokens' way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -62,28 +63,21 @@ class LowLatencyExchange:
         self._capacity = geometry.capacity
         #: Typical rows of an expert per token of a rank.
         self._rows_per_token = group.size * request.top_k / request.num_slots
-        packed = token_dtype.scales == "ue8m0_128"
-        self._form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
         self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), geometry)
-        buffer = self._shared.buffer
+        buffer, packed = self._shared.buffer, token_dtype.scales == "ue8m0_128"
+        form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
+        self._is_nvfp4 = token_scale is not None
         #: Builds without NVFP4 have none of these.
-        self._nvfp4: dict[str, Any] = {}
-        if token_scale is not None:
-            self._nvfp4 = {"use_nvfp4": True, "x_global_scale": token_scale}
-        self._dispatch = require_keywords(
-            buffer.low_latency_dispatch,
-            "x",
-            "topk_idx",
-            "num_max_dispatch_tokens_per_rank",
-            "num_experts",
-            *self._form,
-            *self._nvfp4,
-            "return_recv_hook",
-            of=DEEP_EP,
-        )
-        self._combine = require_keywords(
+        nvfp4: dict[str, Any] = {"use_nvfp4": True, "x_global_scale": token_scale} if self._is_nvfp4 else {}
+        sizes = {"num_max_dispatch_tokens_per_rank": self._capacity, "num_experts": self._ids.num_experts}
+        # What stays is said once: in decoding, the host's time counts.
+        same = {**sizes, **form, **nvfp4, "return_recv_hook": True}
+        dispatch = require_keywords(buffer.low_latency_dispatch, "x", "topk_idx", *same, of=DEEP_EP)
+        self._dispatch = partial(dispatch, **same)
+        combine = require_keywords(
             buffer.low_latency_combine, "x", "topk_idx", "topk_weights", "handle", "return_recv_hook", of=DEEP_EP
         )
+        self._combine = partial(combine, return_recv_hook=True)
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, Sent]:
         """`[T, H]` of this rank -> blocks of rows `[L, M, H]` of its experts."""
@@ -102,27 +96,18 @@ class LowLatencyExchange:
         if num_tokens > self._capacity:
             raise InputError(f"{num_tokens} tokens on this rank, its buffer takes {self._capacity}; nothing was sent")
         ids = self._ids(topk_ids)
-        received, counts, handle, _, hook = self._dispatch(
-            x=hidden_states.contiguous(),
-            topk_idx=ids,
-            num_max_dispatch_tokens_per_rank=self._capacity,
-            num_experts=self._ids.num_experts,
-            return_recv_hook=True,
-            **self._form,
-            **self._nvfp4,
-        )
+        received, counts, handle, _, hook = self._dispatch(x=hidden_states.contiguous(), topk_idx=ids)
         rows, scales = received if isinstance(received, tuple) else (received, None)
-        if self._nvfp4:
+        if self._is_nvfp4:
             rows, scales = blocks_of(rows, scales)
 
         def receive() -> MaskedTokens:
             hook()
-            here = slice(self._num_local_experts)
             return MaskedTokens(
-                hidden_states=rows[here],
-                masked_m=counts[here],
+                hidden_states=self._of_experts(rows),
+                masked_m=self._of_experts(counts),
                 expected_m=max(1, round(num_tokens * self._rows_per_token)),
-                scales=None if scales is None else scales[here],
+                scales=None if scales is None else self._of_experts(scales),
             )
 
         return receive, Sent(handle, ids, topk_weights.float().contiguous())
@@ -130,14 +115,15 @@ class LowLatencyExchange:
     def combine(self, rows: Tensor, sent: Sent) -> Tensor:
         """Unweighted rows `[L, M, H]` -> `[T, H]`."""
         combined, _, hook = self._combine(
-            x=self._with_all_experts(rows),
-            topk_idx=sent.topk_ids,
-            topk_weights=sent.topk_weights,
-            handle=sent.handle,
-            return_recv_hook=True,
+            x=self._with_all_experts(rows), topk_idx=sent.topk_ids, topk_weights=sent.topk_weights, handle=sent.handle
         )
         hook()
         return combined  # type: ignore[no-any-return]
+
+    def _of_experts(self, blocks: Tensor) -> Tensor:
+        """Those of this rank's experts, without the ones that fill up a smaller share."""
+        # A view of all of them would take the host some microseconds.
+        return blocks if self._num_local_experts == self._max_local_experts else blocks[: self._num_local_experts]
 
     def _with_all_experts(self, rows: Tensor) -> Tensor:
         """Blocks also for the experts that fill up a smaller share; nothing reads what is in them."""

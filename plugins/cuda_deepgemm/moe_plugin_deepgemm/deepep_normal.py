@@ -19,7 +19,7 @@ from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import TORCH_DTYPES, CombineFn, ContiguousTokens, DispatchFn, ExpertGroup, SendFn, Tensor
 from moe_core.plan import MoEPlan, Route
 from moe_core.specs import TokenDtype
-from moe_plugin_deepgemm.deepep_buffers import BUFFERS, normal_geometry
+from moe_plugin_deepgemm.deepep_buffers import BUFFERS, normal_configs, normal_geometry
 from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 
 #: Rows, or rows and their scales.
@@ -72,10 +72,12 @@ class NormalExchange:
             "topk_idx",
             "topk_weights",
             "expert_alignment",
+            "config",
             "async_finish",
             of=DEEP_EP,
         )
-        self._combine = require_keywords(buffer.combine, "x", "handle", of=DEEP_EP)
+        self._combine = require_keywords(buffer.combine, "x", "handle", "config", of=DEEP_EP)
+        self._dispatch_config, self._combine_config = normal_configs(group.size)
 
     def dispatch(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -105,6 +107,7 @@ class NormalExchange:
             topk_idx=ids,
             topk_weights=topk_weights.float().contiguous(),
             expert_alignment=self._alignment,
+            config=self._dispatch_config,
             async_finish=async_finish,
         )
         received = Received(handle, weights)
@@ -134,7 +137,7 @@ class NormalExchange:
         if received.row_map is None:
             raise InputError("combine was called before the tokens of its dispatch were received")
         sums = ops.combine(rows, received.row_map, received.topk_weights, self._dtype)
-        return self._combine(x=sums, handle=received.handle)[0]  # type: ignore[no-any-return]
+        return self._combine(x=sums, handle=received.handle, config=self._combine_config)[0]  # type: ignore[no-any-return]
 
 
 def bind(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn, SendFn]:

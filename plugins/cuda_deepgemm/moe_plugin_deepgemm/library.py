@@ -27,6 +27,8 @@ GroupedGemm: TypeAlias = Callable[..., None]
 
 #: Keywords of builds that do more than others unless told not to, and what they are told. Padding is undefined here.
 _SPARED = {"ensure_zero_padding": False}
+#: Keyword of builds that take the end of each group in place of an expert per row.
+ENDS_KEYWORD = "use_psum_layout"
 #: Asks for the compiler in the driver's libraries instead of nvcc.
 _NVRTC = "DG_JIT_USE_NVRTC"
 
@@ -81,18 +83,28 @@ def grouped_gemm(dtype: str, format_: str) -> GroupedGemm:
     return functools.partial(function, **{name: value for name, value in _SPARED.items() if name in known})
 
 
-def require_row_alignment(alignment: int) -> None:
-    """Compare what groups of contiguous rows are padded to with what the library expects.
+def takes_group_ends(gemm: GroupedGemm) -> bool:
+    """Whether a function for contiguous rows says that it takes the end of each group in place of a row's expert.
+
+    It then finds where a group begins by itself, at the next multiple of the row alignment, and computes nothing past
+    the last one. Builds of before 2026 do not take it, and some of later ones refuse it on Hopper when they are called.
+    """
+    return ENDS_KEYWORD in (parameters(gemm) or ())
+
+
+def require_row_alignment(alignment: int) -> int:
+    """What groups of contiguous rows begin at multiples of for the library, compared with what they are padded to.
 
     Raises:
         PluginError: Something in this process has set another one: it is a setting of the whole process.
     """
-    expected = deep_gemm().get_mk_alignment_for_contiguous_layout()
+    expected = int(deep_gemm().get_mk_alignment_for_contiguous_layout())
     if alignment % expected:
         raise PluginError(
             f"deep_gemm expects groups of contiguous rows to begin at multiples of {expected}, the route has "
             f"{alignment}: do not call set_mk_alignment_for_contiguous_layout in this process"
         )
+    return expected
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -17,9 +18,12 @@ from moe_core.decision import Decision
 from moe_core.environment import PRESETS, Environment
 from moe_core.errors import ResolutionError
 from moe_core.manager import BackendManager
+from moe_core.measurement_sources import SHIPPED
+from moe_core.measurements import shape_key
 from moe_core.plan import MoEPlan
 from moe_core.planner import PlanWarning, make_plan
 from moe_core.quant import BF16, FP8_BLOCK128, FP8_BLOCK128_UE8M0, FP8_CHANNEL
+from moe_core.token_ranges import WORTH_A_RANGE
 
 H100 = PRESETS["h100"]
 INSTALL = "pip install sgl-deep-gemm or tokenspeed-deepgemm"
@@ -155,3 +159,21 @@ def test_older_devices_are_refused_by_name() -> None:
     text = refusal(machine(arch="sm80"))
     assert "sm90" in text
     assert "sm80" in text
+
+
+_SIZES = ((128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (512, 10, 4096, 1024))
+_CARD = attrs.evolve(H100, device_name="NVIDIA H100 80GB HBM3")
+_TIMES = json.loads((SHIPPED / "h100.json").read_text())["times"]
+
+
+@pytest.mark.parametrize("quant", [BF16, FP8_BLOCK128], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("sizes", _SIZES, ids=str)
+def test_measured_times_give_it_the_token_counts_where_it_is_fastest(sizes: tuple[int, ...], quant: Any) -> None:
+    fields = dict(zip(("num_experts", "top_k", "hidden_size", "intermediate_size"), sizes, strict=True))
+    plan, _ = decide(_CARD, quant=quant, workloads=Workload(max_tokens=8192), **fields)
+    times = _TIMES[shape_key(plan.request)]
+    for count in {int(count) for name, found in times.items() if "deep_gemm" in name for count in found}:
+        route = next(route for route in plan.routes if count <= (route.max_tokens or 8192))
+        measured = {name: found[str(count)] for name, found in times.items() if str(count) in found}
+        # Another range of token counts has to be worth it.
+        assert measured[route.candidate.full_name] <= (1 + WORTH_A_RANGE) * min(measured.values())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepep_layers import DECODE, build, install, plan_of, small
 from moe_plugin_deepgemm import deepep_buffers
-from moe_plugin_deepgemm.deepep_buffers import BUFFERS, BufferRegistry, Geometry, low_latency_geometry
+from moe_plugin_deepgemm.deepep_buffers import BUFFERS, BufferRegistry, Geometry, low_latency_geometry, normal_configs
 from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 from moe_plugin_deepgemm.nvshmem_settings import nvshmem_settings
 
@@ -28,6 +28,16 @@ from moe_core.testing.ranks import RankError, run_on_ranks
 
 DECODE_GEOMETRY = Geometry(mode="low_latency", hidden_size=2048, num_experts=8, capacity=64)
 PREFILL_GEOMETRY = Geometry(mode="normal", hidden_size=2048)
+
+
+class FakeConfig:
+    """Needs as much room as it has multiprocessors."""
+
+    def __init__(self, num_sms: int, *chunks: int) -> None:
+        self.num_sms = num_sms
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return self.num_sms * hidden_bytes * num_ranks
 
 
 class FakeBuffer:
@@ -45,11 +55,11 @@ class FakeBuffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Any:
-        return types.SimpleNamespace(get_nvl_buffer_size_hint=lambda hidden_bytes, ranks: hidden_bytes * ranks)
+        return FakeConfig(1)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Any:
-        return types.SimpleNamespace(get_nvl_buffer_size_hint=lambda hidden_bytes, ranks: 3 * hidden_bytes * ranks)
+        return FakeConfig(3)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(capacity: int, hidden: int, ranks: int, experts: int) -> int:
@@ -59,10 +69,13 @@ class FakeBuffer:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferRegistry]:
     """An empty one over the fake; the other rank of every group says what this one says."""
-    monkeypatch.setattr(deepep_buffers, "import_library", lambda _: types.SimpleNamespace(Buffer=FakeBuffer))
+    library = types.SimpleNamespace(Buffer=FakeBuffer, Config=FakeConfig)
+    monkeypatch.setattr(deepep_buffers, "import_library", lambda _: library)
     monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: [mine, mine])
     fake = types.SimpleNamespace(
-        ProcessGroup=object, get_world_size=lambda group: 2, get_process_group_ranks=lambda group: group.ranks
+        ProcessGroup=object,
+        get_world_size=lambda group: len(group.ranks),
+        get_process_group_ranks=lambda group: group.ranks,
     )
     monkeypatch.setattr(deepep_buffers, "dist", fake)
     for name in [name for name in os.environ if name.startswith("NVSHMEM_")]:
@@ -101,8 +114,14 @@ def test_sizes_come_from_the_library(registry: BufferRegistry) -> None:
         "num_qps_per_rank": 4,
         "explicitly_destroy": True,
     }
+    assert prefill == {"group": ranks, "num_nvl_bytes": 64 * 2 * 2048 * 2, "explicitly_destroy": True}
+
+
+def test_ranks_that_nobody_measured_have_the_librarys_settings(registry: BufferRegistry) -> None:
+    ranks = group(0, 1, 2, 3)
     # The larger of both directions.
-    assert prefill == {"group": ranks, "num_nvl_bytes": 3 * 2 * 2048 * 2, "explicitly_destroy": True}
+    assert registry.get(ranks, PREFILL_GEOMETRY).buffer.arguments["num_nvl_bytes"] == 3 * 2 * 2048 * 4
+    assert [config.num_sms for config in normal_configs(4)] == [1, 3]
 
 
 def test_a_buffer_is_destroyed_when_the_ranks_meet(registry: BufferRegistry) -> None:
@@ -211,6 +230,21 @@ def test_the_vendors_signatures_take_what_is_passed(deep_ep_vendor: Any) -> None
 
 
 # --- on ranks ---
+
+
+def settings_of_calls(group: ExpertGroup) -> list[int]:
+    """A rank's job: multiprocessors of the calls of a prefill, alone and beside something."""
+    install()
+    layer = small(workloads=Workload(phase="prefill"), runner_backend="deep_gemm", num_experts=4)
+    made, tokens = build(layer, group), telling_tokens(layer, 5, group.rank)
+    made(*tokens)
+    made(*tokens, overlap=lambda: None)
+    return emulated_deep_ep.Config.seen
+
+
+def test_every_call_says_with_how_many_multiprocessors() -> None:
+    """The library's own number would be one of the process, and stays as it is."""
+    assert run_on_ranks(settings_of_calls, [(), ()]) == [[64] * 4] * 2
 
 
 def alternate(group: ExpertGroup, layers: list[LayerRequest]) -> list[Any]:

@@ -32,11 +32,36 @@ def test_binding_compiles_both_projections_and_a_forward_calls_each_once(quant: 
     CALLS.clear()
     bound = layer.bind()
     rows = (128,) if format_ == "contiguous" else (4, 128)
-    assert [shape for _, shape in CALLS] == [(*rows, 256), (*rows, 128)]
+    # Groups of fp8 rows are told in two ways.
+    forms = 2 if format_ == "contiguous" and quant is not BF16 else 1
+    assert [shape for _, shape in CALLS] == [(*rows, 256), (*rows, 128)] * forms
     CALLS.clear()
     error, allowed = layer.error(bound)
     assert error < allowed
     assert len(CALLS) == 2
+
+
+@pytest.mark.parametrize(
+    ("quant", "few_experts", "tokens_of_expert", "by_end"),
+    [
+        (BF16, 3, 160, True),
+        (FP8_BLOCK128, 4, 160, True),
+        (FP8_BLOCK128, 3, 100, True),
+        (FP8_BLOCK128, 3, 160, False),
+    ],
+)
+def test_how_groups_are_told_depends_on_dtype_experts_and_rows(
+    quant: Any, few_experts: int, tokens_of_expert: int, by_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "_FEW_EXPERTS", few_experts)
+    runner = small_layer(quant).bind().routes[0].experts
+    assert isinstance(runner, experts.DeepGemmExperts)
+    hidden = torch.randn(4 * tokens_of_expert, 256).bfloat16()
+    tokens, _ = ops.permute_contiguous(hidden, torch.arange(len(hidden))[:, None] % 4, 4, alignment=128)
+    groups = runner.tell_groups(tokens, _real(tokens).int() - 1)
+    assert (library.ENDS_KEYWORD in groups) == by_end
+    forms = [attrs.evolve(runner, tell_groups=form)(tokens) for form in (experts.by_row, experts.by_end)]
+    assert torch.equal(forms[0][_real(tokens)], forms[1][_real(tokens)])
 
 
 @pytest.mark.error_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from oracle import TOLERANCE, layer, make_params, make_tokens, relative_error
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.one_token import OneToken
+from moe_core.kernels.triton.quantize import quantize_rows
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile, VectorTile
 from moe_core.kernels.triton.weights import GroupedWeight
@@ -29,6 +31,7 @@ TILES = [
     Tile(16, 32, 32, tma=True, tma_rows=True),
     Tile(16, 32, 32, tma=True, resident=7),
     Tile(16, 32, 32, swap=True, resident=2),
+    Tile(16, 32, 32, swap=True, tma=True),
 ]
 
 
@@ -44,7 +47,7 @@ def _case(dtype: torch.dtype, spec: ActivationSpec, tokens: int) -> tuple[dict[s
     return params, (hidden, ids, weights)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["plain", "swap", "tma", "rows", "persistent", "both"])
+@pytest.mark.parametrize("tile", TILES, ids=["plain", "swap", "tma", "rows", "persistent", "both", "bulk"])
 @pytest.mark.parametrize("spec", [SWIGLU_OAI, INTERLEAVED, RELU2], ids=str)
 def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     params, (hidden, ids, weights) = _case(torch.bfloat16, spec, 9)
@@ -57,6 +60,29 @@ def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
     assert relative_error(got, layer(hidden.cpu(), ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
     assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_results_written_as_codes_are_those_of_a_pass_of_its_own(dtype: torch.dtype, swap: bool) -> None:
+    # The last tile has one group of columns and a half, the last half group none of them.
+    inner, group, tile = 40, 16, Tile(16, 32, 32, swap=swap)
+    hidden, ids, _ = make_tokens(9, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
+    ids[::3, 1] = -1
+    weight = GroupedWeight(data=make_params(EXPERTS, HIDDEN, inner, torch.bfloat16)["w13"].to(DEVICE))
+    slots, rows = sort_slots(ids.to(DEVICE), EXPERTS, tile.m), 9 * TOP_K
+    gather = {"order": slots.order, "top_k": TOP_K}
+    inside = torch.empty(rows, inner, dtype=torch.bfloat16, device=DEVICE)
+    GroupedGemm(weight, activation=SWIGLU)(hidden.to(DEVICE), slots.tiles, inside, tile, **gather)
+    want = quantize_rows(inside, dtype, group, tiles=slots.tiles)
+    gemm = GroupedGemm(weight, activation=SWIGLU, rounded_from=torch.bfloat16, rounded_group=group)
+    assert [gemm.rounds(attrs.evolve(tile, n=n)) for n in (8, 16, 32)] == [False, True, True]
+    codes, scale = torch.empty_like(inside, dtype=dtype), inside.new_empty(rows, 3, dtype=torch.float32)
+    gemm(hidden.to(DEVICE), slots.tiles, codes, tile, out_scale=scale, **gather)
+    real = slots.row_map[slots.row_map >= 0].long()
+    assert torch.equal(scale[real], want[1][real])
+    assert torch.equal(codes.view(torch.int8)[real], want[0].view(torch.int8)[real])
+    assert scale[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
 
 
 @pytest.mark.parametrize("transposed", [False, True])

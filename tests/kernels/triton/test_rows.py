@@ -47,6 +47,35 @@ def test_int8_codes_are_rounded_half_to_even() -> None:
     assert torch.equal(codes.float(), (rows / torch.where(want == 0, 1.0, want)).round())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_are_those_of_quotients(dtype: torch.dtype) -> None:
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    # Every size of a scale that fp32 has in full; values on ties of codes, zeros of both signs, and what is infinite.
+    sizes = 2.0 ** torch.randint(-116, 118, (400, 1))
+    rows = torch.randn(400, 64).clamp(-5, 5) * sizes
+    rows[:, 0] = largest * sizes[:, 0] * 1.5
+    rows[:, 1:24] = torch.randint(-64, 65, (400, 23)) / 4 * sizes * 1.5
+    rows[:, 24:28], rows[:, 28:32] = 0.0, -0.0
+    rows[9, 50] = torch.nan
+    if DEVICE != "cpu":
+        # NumPy, on which the interpreter computes, warns of it.
+        rows[7, 40] = torch.inf
+    codes, scales = (part.cpu() for part in quantize_rows(rows.to(DEVICE), dtype, 64))
+    assert torch.equal(
+        scales[rows.isfinite().all(1)], (rows.abs().amax(1, keepdim=True) / largest)[rows.isfinite().all(1)]
+    )
+    quotient = (rows / scales).clamp(-largest, largest)
+    if dtype == torch.int8:
+        assert torch.equal(codes, quotient.round().nan_to_num(0.0).to(dtype))
+        return
+    want = quotient.to(dtype)
+    # A scale that is NaN says enough; the interpreter's zeros have no sign.
+    word = torch.float32 if DEVICE == "cpu" else torch.uint8
+    there = ~quotient.isnan()
+    found, want = (part.float() if word == torch.float32 else part.view(word) for part in (codes, want))
+    assert torch.equal(found[there], want[there])
+
+
 @pytest.mark.parametrize(("dtype", "group"), [(torch.int8, 40), (torch.float8_e4m3fn, 16)])
 @pytest.mark.parametrize("spec", [SWIGLU_OAI, RELU2], ids=str)
 def test_activation_and_quantization_are_one_rounding(spec: ActivationSpec, dtype: torch.dtype, group: int) -> None:

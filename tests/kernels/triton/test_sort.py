@@ -55,6 +55,20 @@ def test_slots_have_the_rows_of_the_torch_permutation(
         assert (tiles.table[len(wanted) :, 0] == -1).all()
 
 
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize("one_step", [2048, 0])
+def test_more_slots_are_compared_at_once_or_in_steps(
+    one_step: int, alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort, "_ONE_STEP", one_step)
+    ids = torch.randint(-1, 40, (140, 8))
+    # What is compiled is kept for each number of rows per tile.
+    got = sort.sort_slots(ids.to(DEVICE), 40, 16 if one_step else 32, alignment=alignment)
+    want = permute(ids, 40, alignment)
+    assert torch.equal(got.row_map.cpu().long(), want.row_map)
+    assert torch.equal(got.group_ends.cpu(), want.group_ends)
+
+
 def test_rows_hold_their_tokens_times_a_weight() -> None:
     ids, weights = torch.tensor([[1, -1], [0, 1], [1, 1]]), torch.rand(3, 2)
     tokens = torch.randn(3, 5)

@@ -53,10 +53,24 @@ def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Config:
-    """Sizes of the chunks in which the normal mode sends."""
+    """Sizes of the chunks in which the normal mode sends.
+
+    Attributes:
+        seen: Multiprocessors of every dispatch and combine.
+    """
+
+    seen: ClassVar[list[int]] = []
 
     def __init__(self, num_sms: int, send: int, receive: int, *rdma: int) -> None:
+        _require(num_sms > 0 and 0 < send < receive, "what is sent fits into what is received")
         self.num_sms, self.receive = num_sms, receive
+
+    def channels(self, row_bytes: int, num_ranks: int, num_bytes: int) -> int:
+        """Of a call, two multiprocessors each."""
+        _require(self.num_sms % 2 == 0, "multiprocessors are even")
+        _require(self.get_nvl_buffer_size_hint(row_bytes, num_ranks) <= num_bytes, "the buffer is large enough")
+        self.seen.append(self.num_sms)
+        return self.num_sms // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return self.num_sms // 2 * num_ranks * self.receive * (hidden_bytes + 4096) // 128 * 128
@@ -175,7 +189,7 @@ class Runtime:
         _require((x.dtype == torch.bfloat16) == (x_scales is None), "scales go with codes")
         row_bytes = x.shape[1] * x.itemsize
         _require(row_bytes % 32 == 0 and row_bytes // 2 + 8 <= _SHARED_BYTES, "half a token fits")
-        _require(row_bytes <= self.num_nvl_bytes // 64, "the buffer is large enough")
+        num_channels = config.channels(row_bytes, self.num_ranks, self.num_nvl_bytes)
         _check_ids(topk_idx)
         _require(topk_weights.dtype == torch.float32 and topk_weights.is_contiguous(), "topk_weights")
         local = per_expert.numel() // self.num_ranks
@@ -207,7 +221,8 @@ class Runtime:
         )
         received, event = _later(finished, async_finish)
         head = torch.where(in_rank, 0, -1)
-        return (*received, aligned, prefix, prefix, prefix, torch.cat(sources), head, event)
+        channels = torch.zeros(self.num_ranks, num_channels, dtype=torch.int32)
+        return (*received, aligned, prefix, channels, channels, torch.cat(sources), head, event)
 
     def intranode_combine(
         self,
@@ -227,6 +242,8 @@ class Runtime:
         """Sums over the ranks, without weights."""
         _require(x.dim() == 2 and x.is_contiguous() and x.dtype == torch.bfloat16, "x")
         _require(len(x) == len(sources), "a row for each that was received")
+        num_channels = config.channels(2 * x.shape[1], self.num_ranks, self.num_nvl_bytes)
+        _require(channels.shape == (self.num_ranks, num_channels), "the way back of the way there")
         total = torch.zeros(len(head), x.shape[1])
         for rank, (rows, tokens, ends) in enumerate(_every_rank((x, sources, prefix[:, self.rank]))):
             start = int(ends[self.rank - 1]) if self.rank else 0
@@ -395,5 +412,5 @@ def _stand_in() -> types.ModuleType:
     import stand_in_deep_ep
 
     module = types.ModuleType("deep_ep")
-    module.Buffer, module.__version__ = stand_in_deep_ep.Buffer, "0"  # type: ignore[attr-defined]
+    module.Buffer, module.Config, module.__version__ = stand_in_deep_ep.Buffer, Config, "0"  # type: ignore[attr-defined]
     return module

@@ -4,8 +4,8 @@ Where a wheel is unpacked (`make deepgemm-vendor`), its Python files check every
 their compiled module. Where none is, a module of the same functions stands in, and no vendor's signature was asked.
 
 Rules that the compiled layer asserts, and what it leaves undefined, are those of DeepGEMM 2.5 on Hopper: a block of 128
-contiguous rows belongs to the expert of its first row; blocks of rows are multiples of 128; rows past a count are
-garbage.
+contiguous rows belongs to the expert of its first row, or groups are told by their ends and begin at multiples of 128;
+blocks of rows are multiples of 128; rows past a count are garbage.
 """
 
 from __future__ import annotations
@@ -52,9 +52,22 @@ def _check(a: Tensor, b: Tensor, d: Tensor) -> None:
     _require(d.shape == (*a.shape[:-1], b.shape[1]), "the shape of d")
 
 
-def _contiguous(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, product: Callable[..., Tensor]) -> None:
-    _require(layout.dtype == torch.int32 and layout.shape == a.shape[:1] and layout.is_contiguous(), "grouped_layout")
+def _contiguous(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, by_end: bool, product: Callable[..., Tensor]) -> None:
+    groups = b.shape[:1] if by_end else a.shape[:1]
+    _require(layout.dtype == torch.int32 and layout.shape == groups and layout.is_contiguous(), "grouped_layout")
     _require(a.shape[0] % TILE == 0, "rows are whole tiles")
+    if by_end:
+        start = 0
+        for group, end in enumerate(layout.tolist()):
+            # A count of rows below zero would be a huge one.
+            _require(start <= end <= a.shape[0], "groups end where they begin or later, and inside the rows")
+            after = -(-end // TILE) * TILE
+            # Whole tiles are written.
+            d[start:after] = torch.nan
+            d[start:end] = product(slice(start, after), group)[: end - start].to(d.dtype)
+            start = after
+        d[start:] = torch.nan
+        return
     for first in range(0, a.shape[0], TILE):
         rows, group = slice(first, first + TILE), int(layout[first])
         if group >= 0:
@@ -72,11 +85,11 @@ def _masked(a: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, product: Ca
         d[group, :count] = product((group, rows), group).to(d.dtype)[:count]
 
 
-def bf16_contiguous(a: Tensor, b: Tensor, d: Tensor, layout: Tensor) -> None:
+def bf16_contiguous(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, by_end: bool) -> None:
     """bf16 rows grouped by expert."""
     _require(a.dtype == b.dtype == torch.bfloat16, "a and b are bf16")
     _check(a, b, d)
-    _contiguous(a, b, d, layout, lambda rows, group: a[rows].float() @ b[group].float().T)
+    _contiguous(a, b, d, layout, by_end, lambda rows, group: a[rows].float() @ b[group].float().T)
 
 
 def bf16_masked(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
@@ -123,11 +136,11 @@ def _product(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, recipe: Any) -> C
 
 
 def fp8_contiguous(
-    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, layout: Tensor, recipe: list[int] | None
+    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, layout: Tensor, by_end: bool, recipe: list[int] | None
 ) -> None:
     """fp8 rows grouped by expert, each operand with its scales."""
     _check(a, b, d)
-    _contiguous(a, b, d, layout, _product(a, a_sf, b, b_sf, recipe))
+    _contiguous(a, b, d, layout, by_end, _product(a, a_sf, b, b_sf, recipe))
 
 
 def fp8_masked(
@@ -148,7 +161,7 @@ def fp8_masked(
 #: Kernels are operators of torch, so that what they read on the host is their own business, as on a device.
 _LIBRARY = torch.library.Library("emulated_deep_gemm", "DEF")
 _OPERANDS = {"bf16": "Tensor a, Tensor b", "fp8": "Tensor a, Tensor a_sf, Tensor b, Tensor b_sf"}
-_GROUPS = {"contiguous": "Tensor layout", "masked": "Tensor masked_m, int expected_m"}
+_GROUPS = {"contiguous": "Tensor layout, bool by_end", "masked": "Tensor masked_m, int expected_m"}
 for _dtype, _operands in _OPERANDS.items():
     for _format, _groups in _GROUPS.items():
         _recipe = ", int[]? recipe" if _dtype == "fp8" else ""
@@ -181,11 +194,17 @@ def alignment() -> int:
     return TILE
 
 
+def _first(rest: tuple[Any, ...]) -> bool:
+    """Whether groups are told by their ends, which is the next argument of builds that have it."""
+    return bool(rest[:1] and rest[0])
+
+
 def _functions(flat: bool) -> dict[str, Callable[..., Any]]:
     """By name; `flat` where the vendor's Python takes the pairs of operands apart."""
 
-    def contiguous(a: Any, b: Any, d: Any, layout: Any, recipe: Any = None, *_: Any) -> None:
-        KERNELS.fp8_contiguous(*a, *b, d, layout, recipe)
+    def contiguous(a: Any, b: Any, d: Any, layout: Any, recipe: Any, *rest: Any) -> None:
+        # Before it are two recipes of one operand, the compiled dimensions and a switch for casts.
+        KERNELS.fp8_contiguous(*a, *b, d, layout, _first(rest[4:]), recipe)
 
     def masked(a: Any, b: Any, d: Any, masked_m: Any, expected_m: Any, recipe: Any = None, *_: Any) -> None:
         KERNELS.fp8_masked(*a, *b, d, masked_m, expected_m, recipe)
@@ -194,7 +213,9 @@ def _functions(flat: bool) -> dict[str, Callable[..., Any]]:
         return lambda a, a_sf, b, b_sf, *rest: function((a, a_sf), (b, b_sf), *rest)
 
     return {
-        "m_grouped_bf16_gemm_nt_contiguous": lambda a, b, d, layout, *_: KERNELS.bf16_contiguous(a, b, d, layout),
+        "m_grouped_bf16_gemm_nt_contiguous": lambda a, b, d, layout, _, *rest: KERNELS.bf16_contiguous(
+            a, b, d, layout, _first(rest)
+        ),
         "m_grouped_bf16_gemm_nt_masked": lambda a, b, d, m, e, *_: KERNELS.bf16_masked(a, b, d, m, e),
         "m_grouped_fp8_fp4_gemm_nt_contiguous": paired(contiguous) if flat else contiguous,
         "m_grouped_fp8_fp4_gemm_nt_masked": paired(masked) if flat else masked,
@@ -235,14 +256,15 @@ def _stand_in() -> types.ModuleType:
     module.__file__, module.__version__ = "emulated", "0"  # type: ignore[attr-defined]
     extension = Extension(_functions(flat=False))
 
-    def contiguous_bf16(a, b, d, grouped_layout):  # type: ignore[no-untyped-def]
-        extension.m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout)
+    def contiguous_bf16(a, b, d, grouped_layout, use_psum_layout=False):  # type: ignore[no-untyped-def]
+        extension.m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, "nk", use_psum_layout)
 
     def masked_bf16(a, b, d, masked_m, expected_m):  # type: ignore[no-untyped-def]
         extension.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m)
 
-    def contiguous_fp8(a, b, d, grouped_layout, recipe=None):  # type: ignore[no-untyped-def]
-        extension.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, recipe)
+    def contiguous_fp8(a, b, d, grouped_layout, recipe=None, use_psum_layout=False):  # type: ignore[no-untyped-def]
+        unused = None, None, "nk", False
+        extension.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, recipe, *unused, use_psum_layout)
 
     def masked_fp8(a, b, d, masked_m, expected_m, recipe=None):  # type: ignore[no-untyped-def]
         extension.m_grouped_fp8_fp4_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe)

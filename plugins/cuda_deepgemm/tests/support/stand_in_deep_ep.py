@@ -64,19 +64,21 @@ class Buffer:
         topk_idx: Tensor,
         topk_weights: Tensor,
         expert_alignment: int = 1,
+        config: Config | None = None,
         async_finish: bool = False,
     ) -> tuple[Any, ...]:
         rows, scales = x if isinstance(x, tuple) else (x, None)
         sent = (topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-        rest = (0, None, None, expert_alignment, 0, Config(20, 6, 256), None, async_finish, False)
+        config = config or self.get_dispatch_config(self.group_size)
+        rest = (0, None, None, expert_alignment, 0, config, None, async_finish, False)
         found = self.runtime.intranode_dispatch(rows, scales, *sent, *rest)
-        received, handle = found[:2] if isinstance(x, tuple) else found[0], (found[5], found[8], found[9])
+        received, handle = found[:2] if isinstance(x, tuple) else found[0], (found[5], *found[7:10])
         return received, *found[2:5], handle, found[10]
 
-    def combine(self, x: Tensor, handle: Any) -> tuple[Any, ...]:
-        prefix, sources, head = handle
-        rest = (Config(20, 4, 256), None, False, False)
-        return self.runtime.intranode_combine(x, None, None, None, sources, prefix, prefix, head, *rest)
+    def combine(self, x: Tensor, handle: Any, config: Config | None = None) -> tuple[Any, ...]:
+        prefix, channels, sources, head = handle
+        rest = (config or self.get_combine_config(self.group_size), None, False, False)
+        return self.runtime.intranode_combine(x, None, None, None, sources, prefix, channels, head, *rest)
 
     def low_latency_dispatch(
         self,
