@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import ep_checks
 from ep_ranks import DECODE, DEVICE, ON_GPU, PREFILL, TIMED, Bench, small
 from ep_sweep import low_latency_variants, sweep_normal
-from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry, normal_geometry
+from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry, normal_configs, normal_geometry
 
 from moe_core import LayerRequest, MoELayer
 from moe_core.activation import SWIGLU
@@ -167,6 +167,7 @@ def time_normal(bench: Bench, layer: MoELayer) -> None:
     bound = next(b for b in layer._bound.routes if b.route.phase == "prefill")
     shared = BUFFERS.get(bench.group, normal_geometry(layer.plan))
     buffer = shared.buffer
+    to, fro = normal_configs(bench.group.size)
     for count in (1024, 4096):
         hidden, ids, weights = routed(bench, count)
 
@@ -182,8 +183,9 @@ def time_normal(bench: Bench, layer: MoELayer) -> None:
                 topk_idx=ids,
                 topk_weights=weights,
                 expert_alignment=128,
+                config=to,
             )
-            return buffer.combine(x=rows, handle=handle)[0]
+            return buffer.combine(x=rows, handle=handle, config=fro)[0]
 
         def ours(hidden: Any = hidden, ids: Any = ids, weights: Any = weights) -> Any:
             tokens, handle = bound.dispatch(hidden, ids, weights)

@@ -19,7 +19,7 @@ from moe_plugin_deepgemm.runner_specs import ROW_ALIGNMENT
 from moe_core.activation import SWIGLU
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.backends.triton import plugin as triton_plugin
-from moe_core.environment import PRESETS, probe_environment
+from moe_core.environment import PRESETS
 from moe_core.kernels.permute import max_rows
 from moe_core.layer import MoELayer
 from moe_core.manager import BackendManager
@@ -85,7 +85,7 @@ def layer_of(
 ) -> MoELayer:
     """One combination, bound."""
     plugins = manager()
-    machine = probe_environment(plugins.modules_required()) if ON_GPU else PRESETS["h100"]
+    machine = plugins.probe() if ON_GPU else PRESETS["h100"]
     a2a = dispatcher or ("none.contiguous" if "contiguous" in runner else "none")
     workload = Workload(max_tokens=num_tokens, graph_capture=True)
     pinned = attrs.evolve(request, a2a_backend=a2a, runner_backend=runner, workloads=workload)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import moe_core.backends.torch.plugin as torch_plugin
 from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
-from moe_core.environment import PRESETS, Environment, probe_environment
+from moe_core.environment import PRESETS, Environment
 from moe_core.manager import BackendManager
 from moe_core.testing.stored import draw_layer
 from moe_core.tuning.timing import CaptureError, prepare
@@ -46,7 +46,7 @@ def manager() -> BackendManager:
 
 def environment() -> Environment:
     """This machine, or the one that is emulated."""
-    return probe_environment(("deep_gemm", "deep_ep")) if ON_GPU else PRESETS["h100"]
+    return manager().probe() if ON_GPU else PRESETS["h100"]
 
 
 def small(**fields: Any) -> LayerRequest:

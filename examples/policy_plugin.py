@@ -18,8 +18,8 @@ from moe_core.hookspecs import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from moe_core.declared import Candidate
     from moe_core.request import LayerRequest
-    from moe_core.specs import Candidate
 
 #: Few tokens are sent in padded blocks, whose shapes do not depend on the routing.
 FEW_TOKENS = 64

@@ -67,12 +67,16 @@ def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timed
         return
     gathered = _gather(scale.reshape(1), group, group.size, "scale of tokens", timeout)
     values = [float(value) for value in gathered]
-    if len(set(values)) > 1:
-        listed = ", ".join(f"rank {rank}: {value:.9g}" for rank, value in enumerate(values))
-        raise WeightsError(
-            f"ranks would round tokens with different scales ({listed}; 0 is none): calibrated input scales must be "
-            "the largest over all experts of the layer, on every rank, as load_experts gives them"
-        )
+    if len(set(values)) == 1:
+        return
+    listed = ", ".join(f"rank {rank}: {value:.9g}" for rank, value in enumerate(values))
+    remedy = (
+        "calibrated input scales must be the largest over all experts of the layer, on every rank, as load_experts "
+        "gives them"
+    )
+    if len({value for value in values if value}) == 1:
+        remedy = "a rank without experts has none: use fewer ranks, or pin dispatch_dtype='bf16'"
+    raise WeightsError(f"ranks would round tokens with different scales ({listed}): {remedy}")
 
 
 def _gather_digests(

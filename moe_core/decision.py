@@ -11,10 +11,11 @@ from typing import Any
 
 import attrs
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.explanation import explanation_lines
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
+from moe_core.specs import TokenDtype
 from moe_core.vocabulary import REASON_CODES, one_of
 
 
@@ -256,6 +257,8 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
             }
             for ranked in decision.ranked
         ],
+        "unshared": [candidate.full_name for candidate in decision.unshared],
+        "outranked_by": decision.outranked_by,
         "fallback": decision.fallback,
         "notes": list(decision.notes),
     }

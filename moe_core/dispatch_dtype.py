@@ -84,13 +84,15 @@ def _preferred(
     if request.quant.w13.has_input_global_scale:
         wishes.append(("input-global-scale", "nvfp4"))
     wishes += [("runner", token.dtype) for token in runner.reads if token.dtype not in FLOAT_DTYPES or token in options]
-    skipped: dict[str, None] = {}
+    # A dtype that two rules prefer is impossible once, for the first of them.
+    skipped: dict[str, str] = {}
     for rule, dtype in wishes:
         wanted = _first(options, dtype)
         if wanted is not None:
-            return DtypeChoice(token_dtype=wanted, rule=rule, notes=tuple(skipped))
-        skipped[f"{dtype} (preferred by {rule}) is not possible: {_why_not(dtype, dispatcher, runner)}"] = None
-    return DtypeChoice(token_dtype=options[0], rule="runner", notes=tuple(skipped))
+            return DtypeChoice(token_dtype=wanted, rule=rule, notes=tuple(skipped.values()))
+        why_not = _why_not(dtype, dispatcher, runner)
+        skipped.setdefault(dtype, f"{dtype} (preferred by {rule}) is not possible: {why_not}")
+    return DtypeChoice(token_dtype=options[0], rule="runner", notes=tuple(skipped.values()))
 
 
 def _why_not(dtype: str, dispatcher: DispatcherSpec | None, runner: RunnerSpec) -> str:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from moe_core.errors import SpecError, UnknownNameError
 from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of, tuple_of
 
 if TYPE_CHECKING:
+    from moe_core.requirement import Program
     from moe_core.specs import DeviceGeneration
 
 
@@ -42,7 +44,7 @@ def _are_named(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any,
 
 
 #: Fields of pairs -> what their halves are.
-_NAMED = {"packages": "import name, version", "variables": "name, value"}
+_NAMED = {"packages": "import name, version", "variables": "name, value", "programs": "name, path"}
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +59,8 @@ class Environment:
         packages: Sorted (import name, version) pairs; version "" if unknown. Absent means not installed.
         variables: Sorted (name, value) pairs of the environment variables that plugins' libraries read. Absent means
             not set.
+        programs: Sorted (name, path) pairs of the programs that plugins' libraries start; path "" for one that is not
+            there. Absent means that nobody looked, which is held against nothing.
         source: How this description came about: `probed`, `preset h100`, a file name, or `by hand`.
     """
 
@@ -70,6 +74,9 @@ class Environment:
     variables: tuple[tuple[str, str], ...] = attrs.field(
         default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
     )
+    programs: tuple[tuple[str, str], ...] = attrs.field(
+        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
+    )
     source: str = attrs.field(default="by hand", eq=False)
 
     def version(self, module: str) -> str | None:
@@ -78,7 +85,7 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
-        return {**attrs.asdict(self), "packages": dict(self.packages), "variables": dict(self.variables)}
+        return {**attrs.asdict(self), **{name: dict(getattr(self, name)) for name in _NAMED}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "by hand") -> Environment:
@@ -194,13 +201,33 @@ def variables_set(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def unprobed_environment(modules: Iterable[str] = (), variables: Iterable[str] = ()) -> Environment:
-    """This machine's packages and variables without a look at its devices; imports nothing."""
+def program_path(program: Program) -> str:
+    """Where a program is on this machine, "" if it is in none of its places."""
+    toolkit = next(filter(None, map(os.environ.get, program.folders)), "")
+    if not toolkit and (found := shutil.which(program.name)):
+        return found
+    path = Path(toolkit or program.default, "bin", program.name)
+    return str(path) if (toolkit or program.default) and path.is_file() else ""
+
+
+def programs_found(programs: Iterable[Program]) -> dict[str, str]:
+    """Name -> path of each program, "" if it is nowhere; looked for in several ways, one of them suffices."""
+    found: dict[str, str] = {}
+    for program in programs:
+        found[program.name] = found.get(program.name) or program_path(program)
+    return found
+
+
+def unprobed_environment(
+    modules: Iterable[str] = (), variables: Iterable[str] = (), programs: Iterable[Program] = ()
+) -> Environment:
+    """This machine's packages, variables and programs without a look at its devices; imports nothing."""
     return Environment(
         device_type="cpu",
         device_name="not probed",
         packages=installed_packages(modules),
         variables=variables_set(variables),
+        programs=programs_found(programs),
         source="unprobed",
     )
 
@@ -227,6 +254,7 @@ def probe_environment(
     device_type: str | None = None,
     generations: Iterable[DeviceGeneration] = (),
     variables: Iterable[str] = (),
+    programs: Iterable[Program] = (),
 ) -> Environment:
     """Describe this machine; imports torch and asks it for its accelerator.
 
@@ -235,6 +263,7 @@ def probe_environment(
         device_type: Describe this device type of the machine instead of its accelerator.
         generations: What the loaded plugins know about names of devices.
         variables: Environment variables that matter, usually those that the loaded plugins' libraries read.
+        programs: Programs that matter, usually those that the loaded plugins' libraries start.
 
     Raises:
         SpecError: `device_type` is asked for and this torch cannot reach such a device.
@@ -251,6 +280,7 @@ def probe_environment(
         device_name=device,
         packages=installed_packages({"torch", "triton", *modules}),
         variables=variables_set(variables),
+        programs=programs_found(programs),
         source="probed",
     )
     if device == "cpu":

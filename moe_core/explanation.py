@@ -37,7 +37,7 @@ def explanation_lines(decision: Decision, *, full: bool) -> Iterator[str]:
     yield from (f"measurements: {line}" for line in decision.measurements)
     for workload in decision.workloads:
         if workload.ranked:
-            yield from _order(workload)
+            yield from _order(decision, workload)
     yield from _every_reason(decision) if full else _folded(decision)
     yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
 
@@ -109,11 +109,26 @@ def stages(workload: WorkloadDecision) -> str:
     return f"{specs}; {pairs}{f' ({unjoined} more differ in format)' if unjoined else ''}"
 
 
-def _order(workload: WorkloadDecision) -> Iterator[str]:
+def unlisted(decision: Decision, workload: WorkloadDecision) -> str:
+    """How many fit beside those in the order, and why they are not in it; "" if none does."""
+    return f"and {len(workload.unshared)} more {_unshared(decision, workload)}" if workload.unshared else ""
+
+
+def _unshared(decision: Decision, workload: WorkloadDecision) -> str:
+    """What is said of that which fits, but is not in the order."""
+    if len(decision.request.workloads) > 1 or workload.outranked_by:
+        return "fit, but lack what all workloads share"
+    if decision.request.deterministic:
+        return "fit, but a deterministic layer keeps the first combination"
+    return f"fit, but with other weight layouts than {decision.weight_layout}, which the first has"
+
+
+def _order(decision: Decision, workload: WorkloadDecision) -> Iterator[str]:
     yield f"workload {workload.title}: order of those that fit"
     for place, ranked in enumerate(workload.ranked, start=1):
         yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {dtype_text(ranked.dtype)}"
         yield from (f"     note: {note}" for note in ranked.dtype.notes)
+    yield from (f"  {line}" for line in filter(None, (unlisted(decision, workload),)))
     yield from (f"  note: {note}" for note in (workload.fallback, *workload.notes) if note)
 
 
@@ -135,16 +150,16 @@ def _every_reason(decision: Decision) -> Iterator[str]:
         yield f"workload {workload.workload.phase}: pairs of those that passed"
         for pair in workload.joined:
             yield from _verdict(pair.candidate.full_name, pair.reasons)
-        yield from (f"  {line}" for line in left_out(workload))
+        yield from (f"  {line}" for line in left_out(decision, workload))
 
 
-def left_out(workload: WorkloadDecision) -> Iterator[str]:
+def left_out(decision: Decision, workload: WorkloadDecision) -> Iterator[str]:
     """What neither a pair's verdict nor the order says."""
     if workload.num_unjoined:
         yield f"{workload.num_unjoined} more: their formats differ"
     if workload.unshared:
         names = ", ".join(candidate.full_name for candidate in workload.unshared)
-        yield f"fit, but lack what all workloads share: {names}"
+        yield f"{_unshared(decision, workload)}: {names}"
 
 
 def _verdict(name: str, reasons: tuple[Reason, ...]) -> Iterator[str]:

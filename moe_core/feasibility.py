@@ -8,19 +8,11 @@ from collections.abc import Iterator
 import attrs
 
 from moe_core.decision import Reason
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.environment import Environment
-from moe_core.quant import LayerQuant
+from moe_core.quant import SCHEMES, LayerQuant
 from moe_core.request import LayerRequest, Pins, Workload
-from moe_core.specs import (
-    Candidate,
-    DeclaredDispatcher,
-    DeclaredRunner,
-    DispatcherSpec,
-    Requirement,
-    RunnerSpec,
-    answers_to,
-    belongs_to,
-)
+from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
 from moe_core.vocabulary import ANY
 
 
@@ -54,7 +46,7 @@ def machine_reasons(
     requirements: tuple[Requirement, ...],
     environment: Environment,
 ) -> tuple[Reason, ...]:
-    """The reasons against one spec that hold for every layer: packages, versions, device type, generation, settings."""
+    """The reasons against one spec that hold for every layer: packages, programs, device type, generation, settings."""
     return (
         *_requirement_reasons((*requirements, *spec.requirements), environment),
         *_device_reasons(spec, environment),
@@ -63,7 +55,9 @@ def machine_reasons(
 
 
 #: Most schemes that a reason lists.
-_FEW_SCHEMES = 3
+_FEW_SCHEMES = 5
+#: What the schemes with names are for a layer.
+_KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
 
 
 def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
@@ -111,6 +105,16 @@ def _requirement_reasons(requirements: tuple[Requirement, ...], environment: Env
         elif not requirement.is_met_by(found):
             version = found or "of unknown version"
             yield Reason("version", str(requirement), f"{requirement.module} {version}", requirement.install)
+        else:
+            yield from _program_reasons(requirement, environment)
+
+
+def _program_reasons(requirement: Requirement, environment: Environment) -> Iterator[Reason]:
+    paths, variables = dict(environment.programs), dict(environment.variables)
+    for program in requirement.programs:
+        # What nobody looked for may be there.
+        if program.is_needed(variables) and paths.get(program.name) == "":
+            yield Reason("program", f"{program.name} for {requirement.module}", "none", program.install)
 
 
 def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
@@ -166,18 +170,27 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator
 @functools.lru_cache(maxsize=1024)
 def _scheme_reason(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> Reason | None:
     """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
-    if any(quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2) for pattern in patterns):
+    if any(_allows(pattern, quant) for pattern in patterns):
         return None
     return Reason("scheme", _nearest(patterns, quant), str(quant))
 
 
 def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
-    """The schemes to name: all of a few, of many those that differ least from what is asked."""
-    if len(patterns) <= _FEW_SCHEMES:
-        return " or ".join(map(str, patterns))
-    nearest = sorted(patterns, key=lambda pattern: quant.w13.distance(pattern.w13) + quant.w2.distance(pattern.w2))
-    named = " or ".join(map(str, nearest[:_FEW_SCHEMES]))
-    return f"{named} or one of {len(patterns) - _FEW_SCHEMES} others"
+    """The schemes to name: all of a few, of many those that have names and differ least from what is asked."""
+
+    def distance(scheme: LayerQuant) -> int:
+        return quant.w13.distance(scheme.w13) + quant.w2.distance(scheme.w2)
+
+    named = [known for known in _KNOWN if any(_allows(pattern, known) for pattern in patterns)]
+    unnamed = [pattern for pattern in patterns if not any(_allows(pattern, known) for known in named)]
+    names = [str(scheme) for schemes in (named, unnamed) for scheme in sorted(schemes, key=distance)]
+    if len(names) <= _FEW_SCHEMES:
+        return " or ".join(names)
+    return f"one of {', '.join(names[:_FEW_SCHEMES])} and {len(names) - _FEW_SCHEMES} more"
+
+
+def _allows(pattern: LayerQuant, quant: LayerQuant) -> bool:
+    return quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2)
 
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:

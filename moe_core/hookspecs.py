@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from moe_core.declared import Candidate
     from moe_core.payloads import ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, RawWeights
     from moe_core.plan import MoEPlan, Route
     from moe_core.request import LayerRequest
-    from moe_core.specs import Candidate, DispatcherSpec, PluginSpec, RunnerSpec, TokenDtype
+    from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec, TokenDtype
 
 PROJECT = "moe_core"
 ENTRY_POINT_GROUP = "moe_core.backends"

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from moe_core.declared import Candidate
 from moe_core.discovery import find
 from moe_core.errors import MoeCoreError, PluginError
 from moe_core.registry import PluginRegistry
 from moe_core.request import LayerRequest
-from moe_core.specs import Candidate, DispatcherSpec, RunnerSpec, TokenDtype
+from moe_core.specs import DispatcherSpec, RunnerSpec, TokenDtype
 
 if TYPE_CHECKING:
     from moe_core.payloads import ExpertGroup, ExpertsFn, FusedFn, PreparedWeights, RawWeights

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.errors import SpecError
 from moe_core.request import LayerRequest
-from moe_core.specs import Candidate
 from moe_core.vocabulary import as_tuple, at_least, instance_of, tuple_of
 
 #: Rows per expert, were tokens spread evenly, from which every expert's GEMMs are bound by arithmetic: times grow in

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import attrs
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.request import LayerRequest, Pins
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 
 if TYPE_CHECKING:
     from moe_core.decision import Reason, WorkloadDecision

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_core.decision import PluginReport
+from moe_core.declared import DeclaredDispatcher, DeclaredRunner, answers_to
 from moe_core.errors import UnknownNameError
 from moe_core.request import LayerRequest
-from moe_core.specs import DeclaredDispatcher, DeclaredRunner, answers_to
 
 
 def check_names(
@@ -20,7 +20,7 @@ def check_names(
     for pin in (request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)):
         if pin is not None and pin not in a2a_names and not any(answers_to(pin, d) for d in dispatchers):
             fits = _joins(dispatchers, runners, request.runner_backend)
-            raise UnknownNameError("a2a backend", pin, a2a_names, hint=f"{fits}{_failed_hint(reports)}")
+            raise UnknownNameError("a2a backend", pin, a2a_names, hint=f"{fits}{_failed_hint(reports)}".rstrip())
     if request.runner_backend is not None and not any(answers_to(request.runner_backend, d) for d in runners):
         names = {d.spec.name for d in runners}
         raise UnknownNameError("runner backend", request.runner_backend, names, hint=_failed_hint(reports))

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.errors import InputError
 from moe_core.request import LayerRequest
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
+from moe_core.specs import TokenDtype
 from moe_core.vocabulary import ANY, as_tuple, tuple_of
 
 

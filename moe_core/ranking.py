@@ -13,10 +13,10 @@ from typing import NamedTuple
 import attrs
 
 from moe_core.decision import DtypeChoice, Ranked
+from moe_core.declared import Candidate, belongs_to
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable
 from moe_core.request import LayerRequest
-from moe_core.specs import Candidate, belongs_to
 from moe_core.vocabulary import TIERS
 
 _MEASURED = "measured"

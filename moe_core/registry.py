@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import attrs
 import pluggy
 
 from moe_core import hookspecs
@@ -19,6 +20,7 @@ from moe_core.environment import Environment, probe_environment
 from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
+from moe_core.requirement import Program
 from moe_core.specs import DeviceGeneration, DispatcherSpec, PluginSpec, RunnerSpec
 
 
@@ -135,7 +137,13 @@ class PluginRegistry:
 
     def variables_read(self) -> tuple[str, ...]:
         """Environment variables that the libraries of any ready plugin read: what an environment must know."""
-        return tuple(sorted({name for part in self._parts() for name in part.variables}))
+        unless = {name for program in self.programs_started() for name in program.unless}
+        return tuple(sorted(unless | {name for part in self._parts() for name in part.variables}))
+
+    def programs_started(self) -> tuple[Program, ...]:
+        """Programs that the libraries of any ready plugin start: what an environment must have looked for."""
+        programs = (p for part in self._parts() for requirement in part.requirements for p in requirement.programs)
+        return tuple(sorted(set(programs), key=attrs.astuple))
 
     def _parts(self) -> Iterator[PluginSpec | DispatcherSpec | RunnerSpec]:
         for plugin in self.specs():
@@ -149,7 +157,9 @@ class PluginRegistry:
 
     def probe(self, device_type: str | None = None) -> Environment:
         """This machine as far as the ready plugins care; argument and errors as `probe_environment`."""
-        return probe_environment(self.modules_required(), device_type, self.generations(), self.variables_read())
+        return probe_environment(
+            self.modules_required(), device_type, self.generations(), self.variables_read(), self.programs_started()
+        )
 
     def hooks(self, name: str) -> tuple[str, ...]:
         """Names of the hooks that a ready plugin implements."""

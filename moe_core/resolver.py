@@ -18,6 +18,7 @@ from moe_core.decision import (
     SpecReport,
     WorkloadDecision,
 )
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError
 from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
@@ -27,7 +28,7 @@ from moe_core.names import check_names
 from moe_core.ranking import rank
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.sharing import in_step
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, Requirement
+from moe_core.specs import PluginSpec, Requirement
 from moe_core.token_ranges import lanes_of, ranges_of
 
 _Declared = DeclaredDispatcher | DeclaredRunner

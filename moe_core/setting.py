@@ -29,10 +29,11 @@ def is_variable(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> N
         raise SpecError(f"{where}: expected a tuple of names of environment variables, got {value!r}")
 
 
-def _value_pairs(value: Any) -> Any:
+def _pairs(value: Any) -> Any:
+    """An attrs converter: pairs whose second halves are tuples; what is none stays as it is, for the validator."""
     pairs = as_tuple(value.items() if isinstance(value, Mapping) else value)
     try:
-        return tuple((name, as_tuple(values)) for name, values in pairs)
+        return tuple((first, as_tuple(second)) for first, second in pairs)
     except (TypeError, ValueError):
         return value
 
@@ -47,7 +48,7 @@ class Setting:
         hint: What to do.
     """
 
-    values: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(converter=_value_pairs)
+    values: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(converter=_pairs)
     holds: bool = attrs.field(default=True, validator=instance_of(bool))
     hint: str = attrs.field(default="", validator=instance_of(str))
 
@@ -102,14 +103,14 @@ class BufferSize:
     variables: tuple[str, ...] = attrs.field(converter=as_tuple, validator=is_variable)
     default: int = attrs.field(validator=at_least(0))
     unit: int = attrs.field(validator=at_least(1))
-    bytes_needed: tuple[tuple[int, tuple[str, ...]], ...] = attrs.field()
+    bytes_needed: tuple[tuple[int, tuple[str, ...]], ...] = attrs.field(converter=_pairs)
     hint: str = attrs.field(default="", validator=instance_of(str))
 
     @bytes_needed.validator
     def _check_terms(self, attribute: attrs.Attribute[Any], value: Any) -> None:
         for term in value if isinstance(value, tuple) else (value,):
             match term:
-                case (int(), tuple(names)):
+                case (int(), tuple(names)) if isinstance(term, tuple):
                     for name in names:
                         require_word(name, LIMIT_FIELDS, "BufferSize, field 'bytes_needed'")
                 case _:

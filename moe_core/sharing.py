@@ -74,6 +74,7 @@ def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, reque
         return decision
     left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
     is_outranked = decision.ranked[0] not in kept
+    is_news = is_outranked or len(request.workloads) > 1
     ranked = set_apart(kept, request)
     if not is_outranked:
         # It was first before, for the reason that it had then.
@@ -86,5 +87,6 @@ def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, reque
         ranked=ranked,
         unshared=(*decision.unshared, *left_out),
         outranked_by=shared if is_outranked else decision.outranked_by,
-        notes=(*decision.notes, note),
+        # One workload whose first is kept has given nothing up.
+        notes=(*decision.notes, note) if is_news else decision.notes,
     )

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import attrs
 
 from moe_core.decision import DtypeChoice, Ranked, WorkloadDecision
+from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.measurements import MeasurementTable, is_saturated
 from moe_core.ranking import by_tier, rank
 from moe_core.request import LayerRequest
-from moe_core.specs import Candidate
 
 #: How much faster another combination must be for a range of its own; measured medians differ by less from run to run.
 WORTH_A_RANGE = 0.03

@@ -65,6 +65,7 @@ REASON_CODES = (
     "pin",  # another combination was pinned
     "package",  # a required distribution is missing
     "version",  # a required distribution is too old
+    "program",  # a program that a required distribution starts is missing
     "variable",  # an environment variable of a library
     "device",  # other device type
     "arch",  # other device generation

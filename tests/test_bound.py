@@ -1,4 +1,4 @@
-"""What binding hands to dispatchers besides the plan: the calibrated scale of tokens."""
+"""What binding hands to dispatchers besides the plan: the calibrated scale of tokens, which ranks compare."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import attrs
 import pytest
 import torch
 from fakes import CPU, NVFP4_TOKENS, dispatcher, fake_plugin, runner
+from ranks import run_on_ranks
 
+from moe_core import ExpertGroup
+from moe_core.agreement import check_token_scale
 from moe_core.bound import BoundExperts
-from moe_core.errors import PluginError
+from moe_core.errors import PluginError, WeightsError
 from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.planner import make_plan
@@ -50,3 +53,32 @@ def test_a_dispatcher_rounds_with_the_scale_of_the_weights_and_sees_a_reload() -
 def test_weights_that_name_no_scale_are_refused() -> None:
     with pytest.raises(PluginError, match=r"toy:toy.standard reads tokens as nvfp4/block_16.*these weights name none"):
         bound(attrs.evolve(weights_with([2.0]), token_scale=None))
+
+
+def _told(group: ExpertGroup, cases: list[list[float]]) -> list[str]:
+    """A rank's job: for each case, a scale for each rank, what it is told."""
+    told = []
+    for scales in cases:
+        try:
+            check_token_scale(torch.tensor(scales[group.rank]), group)
+        except WeightsError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    return told
+
+
+@pytest.mark.error_path
+def test_every_rank_hears_of_scales_that_differ() -> None:
+    cases = [[2.0, 2.0], [2.0, 3.0], [2.0, 0.0]]
+    for found in run_on_ranks(_told, [(cases,)] * 2):
+        same, apart, none = found
+        if same:
+            pytest.fail(same)
+        for text, parts in (
+            (apart, ["rank 0: 2, rank 1: 3", "load_experts"]),
+            (none, ["rank 1: 0", "without experts"]),
+        ):
+            for part in parts:
+                if part not in text:
+                    pytest.fail(f"{part!r} is not in {text!r}")

@@ -157,6 +157,11 @@ def test_a_skipped_preference_is_said(pair: Pair, note: str) -> None:
     assert any(text.startswith(note) for text in pair.dtype().notes)
 
 
+def test_a_dtype_that_two_rules_prefer_is_impossible_once() -> None:
+    notes = NVFP4_NORMAL.dtype().notes
+    assert [note.partition(":")[0] for note in notes] == ["nvfp4 (preferred by input-global-scale) is not possible"]
+
+
 def test_the_ignored_variable_is_said() -> None:
     choice = FP8_LAYER.dtype(bf16_dispatch_variable=True, dispatch_dtype="fp8")
     assert choice.notes == ("deprecated bf16 variable ignored: a dispatch dtype is pinned",)

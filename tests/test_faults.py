@@ -152,10 +152,18 @@ def test_an_assigned_state_dict_is_copied() -> None:
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("stranger", [None, [1.0], torch.empty(4, 64, 64, dtype=torch.bfloat16, device="meta")])
-def test_weights_without_data_are_refused(stranger: object) -> None:
+@pytest.mark.parametrize(
+    ("stranger", "found"),
+    [
+        (None, "NoneType"),
+        ([1.0], "list"),
+        (torch.empty(4, 64, 64, dtype=torch.bfloat16, device="meta"), r"one without data \(device meta, strided\)"),
+        (torch.zeros(4, 64, 64).to_sparse(), r"one without data \(device cpu, sparse_coo\)"),
+    ],
+)
+def test_weights_without_data_are_refused(stranger: object, found: str) -> None:
     layer = MoELayer(SMALL, environment=CPU, manager=torch_manager())
-    with pytest.raises(WeightsError, match="w13: expected a tensor"):
+    with pytest.raises(WeightsError, match=f"w13: expected a tensor, got {found}$"):
         layer.load_weights(RawWeights(tensors={**random_tensors(SMALL), "w13": stranger}))
 
 

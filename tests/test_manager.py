@@ -21,13 +21,14 @@ from fakes import (
     runner,
 )
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.discovery import Found
 from moe_core.errors import InputError, PluginConflictError, PluginError, UnknownNameError
 from moe_core.hookspecs import hookimpl, select_dispatcher
 from moe_core.manager import BackendManager
 from moe_core.payloads import ExpertGroup, PreparedWeights
 from moe_core.planner import make_plan
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, DeviceGeneration, Requirement
+from moe_core.specs import DeviceGeneration, Requirement
 
 
 def _found(name: str, load: Callable[[], object], distribution: str = "dist", version: str = "1.0") -> Found:

@@ -9,9 +9,9 @@ from fakes import CPU, SM90, dispatcher, request, runner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.errors import SpecError
 from moe_core.measurements import Measurement, MeasurementTable, shape_key
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner
 
 PAIR = Candidate(DeclaredDispatcher("toy", dispatcher()), DeclaredRunner("toy", runner()))
 ROW = Measurement(

@@ -41,10 +41,23 @@ from moe_core.environment import Environment, load_environment
 from moe_core.errors import PluginConflictError, UnknownNameError
 from moe_core.explanation import why
 from moe_core.measurements import Measurement, MeasurementTable, shape_key
-from moe_core.quant import BF16, FP8_BLOCK128, FP16, NVFP4, W4A4_INT4, W4A8_INT8, W8A8_INT8
+from moe_core.quant import (
+    BF16,
+    FP8_BLOCK128,
+    FP8_TENSOR,
+    FP16,
+    MXFP4,
+    NVFP4,
+    NVFP4_W4A16,
+    W4A4_INT4,
+    W4A8_INT8,
+    W8A8_INT8,
+    W8A16_INT8,
+    QuantScheme,
+)
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
-from moe_core.specs import Limit, PluginSpec, Requirement, Setting
+from moe_core.specs import Limit, PluginSpec, Program, Requirement, Setting
 from moe_core.vocabulary import REASON_CODES
 
 MASKED_BF16 = "cuda_deepgemm:deepep.low_latency + cuda_deepgemm:deep_gemm.masked_bf16"
@@ -338,6 +351,22 @@ def test_workloads_that_need_different_weight_layouts() -> None:
     expect(decision.error in decision.explain())
 
 
+@pytest.mark.error_path
+def test_schemes_are_said_by_name_and_only_the_nearest_of_many() -> None:
+    named = (NVFP4, MXFP4, FP8_TENSOR, FP8_BLOCK128, W8A8_INT8)
+    any_group = QuantScheme(weight_dtype="int4", weight_block=(1, 16), weight_scale="any", zero_point="any")
+    w8a16 = attrs.evolve(W8A16_INT8, weight_scale="any")
+    few = plugin(dispatchers=[dispatcher()], runners=[runner(schemes=(any_group, w8a16))])
+    many = plugin(dispatchers=[dispatcher()], runners=[runner(schemes=(any_group, *named, w8a16))])
+    (reason,) = decide(request(), CPU, few).reasons_of("toy:toy.standard")[-1:]
+    assert reason.needs == f"w8a16_int8 or {any_group}"
+    (reason,) = decide(request(quant=NVFP4_W4A16), CPU, many).reasons_of("toy:toy.standard")[-1:]
+    # Nearest first, by the number of fields that differ: weights alone, and then the same weights.
+    assert reason.needs.startswith("one of w8a16_int8, nvfp4, ")
+    assert reason.needs.endswith(" and 2 more")
+    assert "(" not in reason.needs
+
+
 LAYOUTS = plugin(
     dispatchers=[dispatcher()],
     runners=[
@@ -362,9 +391,22 @@ def test_workloads_share_the_layout_with_the_best_places(workloads: tuple[Worklo
     assert [candidate.runner.spec.name for candidate in decode.unshared] == ["first", "third"]
     assert decode.ranked[0].because == "only candidate"
     assert why(decision, decode) == "weight-layout: two serves all workloads"
+    written = next(w for w in decision.to_json()["workloads"] if w["workload"]["phase"] == "decode")
+    assert written["outranked_by"] == "weight-layout: two"
+    assert written["unshared"] == [candidate.full_name for candidate in decode.unshared]
     prefill = next(w for w in decision.workloads if w.workload.phase == "prefill")
     assert why(decision, prefill) == "first of 2 that fit: tier generic"
     assert "  fit, but lack what all workloads share: toy:toy.standard + toy:first" in decision.explain(full=True)
+
+
+def test_one_workload_gives_nothing_up() -> None:
+    decision = decide(request(workloads=Workload(phase="decode")), CPU, LAYOUTS)
+    (decode,) = decision.workloads
+    assert decode.notes == ()
+    assert why(decision, decode) == "first of 3 that fit: tier tuned"
+    text = decision.explain()
+    assert "\n  and 2 more fit, but with other weight layouts than one, which the first has\n" in text
+    assert "all workloads" not in text
 
 
 def test_what_is_left_is_set_apart_from_what_is_left() -> None:
@@ -588,7 +630,9 @@ STRICT = plugin(
             phases=("decode",),
             row_alignment=16,
             limits=(Limit("top_k", "<=", 8), Limit("hidden_size", "multiple_of", 128)),
-            requirements=(Requirement(module="lib", minimum="1.2", install="pip install lib"),),
+            requirements=(
+                Requirement(module="lib", minimum="1.2", install="pip install lib", programs=(Program(name="libcc"),)),
+            ),
             settings=(Setting(values={"LIB_COUNTS": ("", "1")}, hint="unset it"),),
         ),
         runner("lonely"),
@@ -612,6 +656,7 @@ FAULTS: dict[str, tuple[_Change, _Change]] = {
     "excluded": (_layer(exclude=("toy",)), _layer(exclude=())),
     "package": (_machine(packages={}), _machine(packages={"lib": "1.5"})),
     "version": (_machine(packages={"lib": "1.1"}), _machine(packages={"lib": "1.5"})),
+    "program": (_machine(programs={"libcc": ""}), _machine(programs={"libcc": "/bin/libcc"})),
     "variable": (_machine(variables={"LIB_COUNTS": "0"}), _machine(variables={})),
     "device": (_machine(device_type="npu"), _machine(device_type="cuda")),
     "arch": (_machine(arch="sm80"), _machine(arch="sm90")),

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from moe_core.activation import ActivationPattern, ActivationSpec
 from moe_core.decision import Decision, Reason
+from moe_core.declared import DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, W8A8_INT8
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
-from moe_core.specs import DeclaredDispatcher, DeclaredRunner, Limit, PluginSpec, Requirement, Setting, TokenDtype
+from moe_core.specs import Limit, PluginSpec, Requirement, Setting, TokenDtype
 
 EXAMPLES, TRIPLES = 100, 200
 #: Requests and machines for one set of declarations; making declarations takes longer than resolving them.

@@ -104,6 +104,7 @@ def test_rows_that_may_reach_a_rank() -> None:
         (lambda: attrs.evolve(ROWS, variables="LIB_BUFFER"), "field 'variables': expected a tuple of names"),
         (lambda: attrs.evolve(ROWS, bytes_needed=((1, ("rows",)),)), "'rows' is not one of top_k"),
         (lambda: attrs.evolve(ROWS, bytes_needed=((1, "max_rows"),)), "expected pairs of a factor and a tuple"),
+        (lambda: attrs.evolve(ROWS, bytes_needed=[1, ("max_rows",)]), "expected pairs of a factor and a tuple"),
         (lambda: attrs.evolve(ROWS, unit=0), "field 'unit': expected an int >= 1"),
         (lambda: runner(settings=COUNTS), "field 'settings': expected a tuple"),
         (lambda: plugin("toy", variables="LIB_COUNTS"), "field 'variables': expected a tuple of names"),
@@ -118,6 +119,11 @@ def test_a_wrong_declaration(make: Callable[[], Any], match: str) -> None:
 def test_a_declaration_travels(value: Any) -> None:
     assert eval(repr(value), vars(specs)) == pickle.loads(pickle.dumps(value)) == value
     assert len({value, pickle.loads(pickle.dumps(value))}) == 1
+
+
+def test_lists_become_what_can_be_compared() -> None:
+    listed: Any = [[2, ["max_rows", "hidden_size"]], [MIB, []]]
+    assert hash(attrs.evolve(ROWS, bytes_needed=listed)) == hash(ROWS)
 
 
 TOY = plugin(

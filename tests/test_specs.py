@@ -8,18 +8,9 @@ import pytest
 from fakes import BF16_TOKENS, VENDORS, dispatcher, plugin, runner
 
 from moe_core import activation, quant, specs
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.errors import SpecError
-from moe_core.specs import (
-    Candidate,
-    DeclaredDispatcher,
-    DeclaredRunner,
-    Limit,
-    PluginSpec,
-    Requirement,
-    TokenDtype,
-    answers_to,
-    belongs_to,
-)
+from moe_core.specs import Limit, PluginSpec, Requirement, TokenDtype
 
 NAMES = {**vars(quant), **vars(activation), **vars(specs)}
 
@@ -160,6 +151,20 @@ def test_versions_of_several_distributions(found: str, is_met: bool) -> None:
     requirement = Requirement(module="lib", minimum="0.1.3", excluded=">=1,<2.1")
     assert requirement.is_met_by(found) == is_met
     assert str(requirement) == "lib >= 0.1.3, not >=1,<2.1"
+
+
+@pytest.mark.parametrize(
+    ("minimum", "excluded", "text"),
+    [
+        ("0.1.1", ">=1", "lib >= 0.1.1, < 1"),
+        ("", ">=1", "lib < 1"),
+        ("2", ">3", "lib >= 2, <= 3"),
+        ("", "==2.1", "lib not ==2.1"),
+        ("1", "", "lib >= 1"),
+    ],
+)
+def test_what_excludes_all_higher_versions_is_an_upper_bound(minimum: str, excluded: str, text: str) -> None:
+    assert str(Requirement(module="lib", minimum=minimum, excluded=excluded)) == text
 
 
 def test_any_version_is_enough_without_conditions() -> None:

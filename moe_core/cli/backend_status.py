@@ -11,7 +11,7 @@ from moe_core.feasibility import machine_reasons
 from moe_core.manager import BackendManager
 from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 
-_WITHOUT_DEVICE = ("package", "version", "variable")
+_WITHOUT_DEVICE = ("package", "version", "program", "variable")
 # What cannot be changed by installing something is said first.
 _ORDER = ("device", "arch", *_WITHOUT_DEVICE)
 
@@ -56,7 +56,7 @@ def backends_on(manager: BackendManager, environment: Environment, *, probed: bo
     Args:
         manager: The plugins.
         environment: The machine.
-        probed: Whether its device is known; if not, packages and variables alone are judged.
+        probed: Whether its device is known; if not, packages, programs and variables alone are judged.
     """
     backends = [_ready(manager, name, environment, probed) for name in manager.names()]
     backends += [_failed(failure) for failure in manager.failures()]

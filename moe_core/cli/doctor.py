@@ -16,6 +16,7 @@ from rich.text import Text
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
 from moe_core.cli.output import fields, print_json, stdout, table, verdict
+from moe_core.cli.to_install import install_hints, to_install
 from moe_core.environment import Environment
 from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
 from moe_core.specs import Requirement
@@ -84,7 +85,10 @@ def _package(
 ) -> Package:
     needed: dict[str, list[str]] = {}
     for plugin, requirement in asked:
-        needed.setdefault(requirement.minimum, []).append(plugin)
+        # A plugin may want several builds of one module, of any version each.
+        plugins = needed.setdefault(requirement.minimum, [])
+        if plugin not in plugins:
+            plugins.append(plugin)
     missing = [
         backend.found.name
         for backend in backends
@@ -95,8 +99,8 @@ def _package(
         )
     ]
     # Plugins may want different builds of one module.
-    hints = dict.fromkeys(requirement.install for plugin, requirement in asked if plugin in missing)
-    return Package(module, environment.version(module), needed, tuple(missing), "\n".join(filter(None, hints)))
+    hints = install_hints((requirement for _, requirement in asked), environment)
+    return Package(module, environment.version(module), needed, tuple(missing), "\n".join(hints))
 
 
 def _own() -> dict[str, str]:
@@ -112,6 +116,7 @@ def _view(
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
         "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
+        "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),
         "plugins": os.environ.get(ALLOW_LIST_VARIABLE, "") and f"only {os.environ[ALLOW_LIST_VARIABLE]} (by variable)",
     }
     plugins = table("PLUGIN", "VERSION", "STATUS")
@@ -125,9 +130,9 @@ def _view(
         for variable in variables:
             rows.add_row(f"{variable.name}={variable.value}", variable.effect, variable.here)
         views += [Text(), rows]
-    hints = list(dict.fromkeys(package.install for package in packages if package.missing and package.install))
-    if hints:
-        views += [Text(), fields({"to install": "\n".join(hints)})]
+    for heading, hints in to_install(backends, environment).items():
+        if hints:
+            views += [Text(f"\n{heading}", style="bold"), fields({f"  {name}": text for name, text in hints.items()})]
     return Group(*views)
 
 

@@ -12,7 +12,7 @@ from rich.tree import Tree
 from moe_core.cli.output import fields, table, verdict
 from moe_core.cli.plan_view import group_title, request_line
 from moe_core.decision import Decision, Ranked, Reason, WorkloadDecision
-from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, why
+from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, unlisted, why
 from moe_core.misses import Misses, short_titles
 from moe_core.model_config import LayerGroup
 
@@ -35,11 +35,17 @@ def explain_view(group: LayerGroup, decision: Decision, spelled: Callable[[str],
     titled = list(zip(short_titles(decision.workloads), decision.workloads, strict=True))
     rows |= {titles: text for text, titles in _alike((_why(decision, w), title) for title, w in titled)}
     rows["measurements"] = "\n".join(decision.measurements)
-    orders = _alike((workload.ranked, title) for title, workload in titled if len(workload.ranked) > 1)
+    orders = _alike(
+        ((workload.ranked, unlisted(decision, workload)), title)
+        for title, workload in titled
+        if workload.ranked and len(workload.ranked) + len(workload.unshared) > 1
+    )
     most = None if full else max(_FEWEST_LISTED, _MOST_LISTED // max(len(orders), 1))
     reports = _everything(decision, spelled) if full else _misses(decision, spelled)
     said = fields({f"  {label}": spelled(text) for label, text in rows.items()})
-    return Group(Text(f"\n{heading}", style="bold"), said, *(_order(*order, most) for order in orders), *reports)
+    return Group(
+        Text(f"\n{heading}", style="bold"), said, *(_order(*order, titles, most) for order, titles in orders), *reports
+    )
 
 
 def _why(decision: Decision, workload: WorkloadDecision) -> str:
@@ -49,26 +55,40 @@ def _why(decision: Decision, workload: WorkloadDecision) -> str:
     return "\n".join(filter(None, (first, stages(workload), *notes)))
 
 
-def _alike(said: Iterable[tuple[_T, str]]) -> list[tuple[_T, str]]:
+def _alike(said: Iterable[tuple[_T, str]], between: str = "; ") -> list[tuple[_T, str]]:
     """What is said of workloads, each thing once, with the titles of all of which it is said."""
     titles: dict[_T, list[str]] = {}
     for what, title in said:
         titles.setdefault(what, []).append(title)
-    return [(what, "; ".join(of)) for what, of in titles.items()]
+    return [(what, between.join(of)) for what, of in titles.items()]
 
 
-def _order(ranked: Sequence[Ranked], titles: str, most: int | None) -> RenderableType:
-    """The candidates that fit; a dispatch dtype that they share is in the title, not in a column."""
-    dtypes = [(dtype_text(entry.dtype), entry.dtype.notes) for entry in ranked]
-    shared = len(set(dtypes)) == 1 and not dtypes[0][1]
-    title = f"\nworkload {titles}: what fits, in order{f' (dispatch dtype {dtypes[0][0]})' if shared else ''}"
+def _order(ranked: Sequence[Ranked], others: str, titles: str, most: int | None) -> RenderableType:
+    """The candidates that fit; a dispatch dtype that they share is in the title, and what it is not is below."""
+    dtypes = [dtype_text(entry.dtype) for entry in ranked]
+    shared = len(set(dtypes)) == 1
+    title = f"\nworkload {titles}: what fits, in order{f' (dispatch dtype {dtypes[0]})' if shared else ''}"
     rows = table("", "COMBINATION", "SET APART BY", *(() if shared else ("DISPATCH DTYPE",)))
-    for place, (entry, (dtype, notes)) in enumerate(zip(ranked[:most], dtypes, strict=False), start=1):
-        last = () if shared else ("\n".join((dtype, *notes)),)
+    for place, (entry, dtype) in enumerate(zip(ranked[:most], dtypes, strict=False), start=1):
         because = entry.because if most is None else entry.short_because
-        rows.add_row(str(place), entry.candidate.full_name, because, *last)
+        rows.add_row(str(place), entry.candidate.full_name, because, *(() if shared else (dtype,)))
     left = len(ranked) - len(ranked[:most])
-    return Group(Text(title, style="bold"), rows, *([Text(f"and {left} more", style="dim")] if left else []))
+    more = [f"and {left} more"] if left else []
+    return Group(
+        Text(title, style="bold"),
+        rows,
+        *(Text(line, style="dim") for line in (*more, *filter(None, (others,)))),
+        *_dtype_notes(ranked[:most]),
+    )
+
+
+def _dtype_notes(ranked: Sequence[Ranked]) -> Iterator[RenderableType]:
+    """What is to say about dispatch dtypes, each thing once after the places of those about which it is said."""
+    notes = ((note, str(place)) for place, entry in enumerate(ranked, start=1) for note in entry.dtype.notes)
+    said = _alike(notes, ", ")
+    if said:
+        yield Text()
+        yield fields({"dispatch dtype": "\n".join(f"{places}: {note}" for note, places in said)})
 
 
 def _misses(decision: Decision, spelled: Callable[[str], str]) -> Iterator[RenderableType]:
@@ -90,7 +110,7 @@ def _everything(decision: Decision, spelled: Callable[[str], str]) -> Iterator[R
             yield _verdicts(f"{title}: each spec alone", own, spelled)
             joined = ((pair.candidate.full_name, pair.reasons) for pair in workload.joined)
             yield _verdicts(f"{title}: pairs of those that passed", joined, spelled)
-            yield from (Text(line, style="dim") for line in left_out(workload))
+            yield from (Text(line, style="dim") for line in left_out(decision, workload))
 
 
 def _verdicts(title: str, rows: Iterable[tuple[str, tuple[Reason, ...]]], spelled: Callable[[str], str]) -> Tree:

@@ -1,7 +1,7 @@
 """Environment variables with which other projects choose MoE kernels, and what says the same here.
 
 moe-core reads none of them but the one in `deprecated`; a user who moves here should hear that they are without effect.
-One of a vendor's library acts all the same, inside the library; those that plugins know of are part of the machine.
+Those that plugins' libraries read are part of the machine instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ForeignVariable:
         name: Its name.
         value: Its value.
         effect: What it decides where it is read.
-        here: What to say to moe-core instead, or that it still acts.
+        here: What to say to moe-core instead, or why there is nothing to say.
     """
 
     name: str
@@ -31,7 +31,6 @@ class ForeignVariable:
 
 
 _A2A, _RUNNER = "a2a_backend=... or --a2a-backend", "runner_backend=... or --runner-backend"
-_LIBRARY = "the library reads it here too: unset it unless you mean it"
 #: Name -> what it decides, and what says it here.
 KNOWN: dict[str, tuple[str, str]] = {
     BF16_DISPATCH_VARIABLE: ("tokens are sent in bf16", "deprecated: dispatch_dtype='bf16' or --dispatch-dtype bf16"),
@@ -43,7 +42,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "VLLM_USE_FLASHINFER_MOE_FP8": ("which kernel runs", _RUNNER),
     "VLLM_USE_FLASHINFER_MOE_FP4": ("which kernel runs", _RUNNER),
     "VLLM_PLUGINS": ("which plugins are loaded", "MOE_CORE_PLUGINS"),
-    "FLASHINFER_NVFP4_4OVER6": ("how NVFP4 scales are chosen", _LIBRARY),
+    "FLASHINFER_NVFP4_4OVER6": ("how NVFP4 scales are chosen", "not read: as the format defines them"),
 }
 #: Prefixes of projects that choose kernels by variables.
 _PREFIXES = ("SGLANG_", "VLLM_", "TRTLLM_")

@@ -44,7 +44,9 @@ def list_backends(
     if probe:
         environment = manager.probe()
     else:
-        environment = unprobed_environment(manager.modules_required(), manager.variables_read())
+        environment = unprobed_environment(
+            manager.modules_required(), manager.variables_read(), manager.programs_started()
+        )
     backends = backends_on(manager, environment, probed=probe)
     if as_json:
         print_json(_json(backends, environment, probe))

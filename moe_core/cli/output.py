@@ -63,13 +63,28 @@ _GAP = 2
 def _shares(least: list[int], most: list[int], room: int) -> list[int | None]:
     """A width for each column; those that need little more than their least get it before the others share the rest."""
     if sum(least) > room:
-        return [None] * len(least)
+        return _around_the_longest(least, room)
     widths: list[int | None] = [*least]
     spare, order = room - sum(least), sorted(range(len(least)), key=lambda index: most[index] - least[index])
     for left, index in zip(range(len(order), 0, -1), order, strict=True):
         more = min(most[index] - least[index], spare // left)
         widths[index], spare = least[index] + more, spare - more
     return widths
+
+
+def _around_the_longest(least: list[int], room: int) -> list[int | None]:
+    """Widths that break other words, longest first, but not the longest, which is a name; all alike without room."""
+    widths, longest = [*least], max(least)
+    while sum(widths) > room:
+        broken = max((width for width in widths if width < longest), default=0)
+        if broken <= _BROKEN:
+            return [None] * len(least)
+        widths[widths.index(broken)] -= 1
+    return [*widths]
+
+
+#: Fewest columns of a column whose words are broken.
+_BROKEN = 6
 
 
 def fields(rows: dict[str, str]) -> Table:

@@ -44,6 +44,7 @@ def machine_fields(environment: Environment) -> Table:
             "machine": ", ".join(filter(None, (device, name, environment.driver, environment.source))),
             "packages": ", ".join(f"{module} {version}".strip() for module, version in environment.packages),
             "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
+            "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),
         }
     )
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.errors import PluginError
 from moe_core.manager import BackendManager
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, PluginSpec, TokenDtype
+from moe_core.specs import PluginSpec, TokenDtype
 from moe_core.testing import wire
 from moe_core.testing.outcome import ConformanceError
 from moe_core.testing.pairs import pairs_of, uses, wire_pairs_of, wire_tokens

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from moe_core.activation import ACTIVATION_KINDS, SWIGLU_OAI, ActivationPattern, ActivationSpec
+from moe_core.declared import Candidate
 from moe_core.dispatch_dtype import candidates
 from moe_core.errors import SpecError
 from moe_core.quant import SCHEMES, WHOLE, LayerQuant, QuantScheme
 from moe_core.quant.scheme import ACTIVATION_DTYPES, ACTIVATION_SCALING, SCALE_DTYPES, WEIGHT_DTYPES
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate, Limit, TokenDtype
+from moe_core.specs import Limit, TokenDtype
 from moe_core.testing.sizes import Sizes, base_sizes
 from moe_core.vocabulary import ANY, PHASES
 

@@ -1,4 +1,4 @@
-"""Weights and tokens for tests of a plugin's own beside the kit's: every rank of a test draws the same.
+"""Weights, tokens and bound layers for tests of a plugin's own beside the kit's: every rank of a test draws the same.
 
 Example:
     >>> from moe_core import LayerRequest
@@ -15,11 +15,18 @@ from __future__ import annotations
 
 import functools
 
+import attrs
 import torch
 
-from moe_core.payloads import TORCH_DTYPES, Tensor
+from moe_core.bound import BoundExperts
+from moe_core.manager import BackendManager
+from moe_core.payloads import TORCH_DTYPES, PreparedWeights, RawWeights, Tensor
+from moe_core.plan import MoEPlan
 from moe_core.request import LayerRequest
+from moe_core.testing.compare import relative_error
+from moe_core.testing.memory import PoisonedMemory
 from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.tolerance import tolerance
 
 #: What weights depend on; not on the ranks, machines and workloads that share them.
 _FIELDS = (
@@ -38,12 +45,12 @@ _FIELDS = (
 _drawn = functools.cache(draw_layer)
 
 
-def stored_layer(request: LayerRequest, seed: int = 0) -> StoredLayer:
-    """Random weights of all experts, with the float64 layer that they mean.
+def stored_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> StoredLayer:
+    """Random weights of all experts, with the float64 layer that they mean; arguments as of `draw_layer`.
 
     Requests that differ in who computes, and where, get the same.
     """
-    return _drawn(LayerRequest(**{name: getattr(request, name) for name in _FIELDS}), seed)
+    return _drawn(LayerRequest(**{name: getattr(request, name) for name in _FIELDS}), seed, one_input_scale)
 
 
 def telling_tokens(request: LayerRequest, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,3 +68,44 @@ def telling_tokens(request: LayerRequest, count: int, seed: int) -> tuple[Tensor
         ids[0, 0] = -1
         ids[1], hidden[1] = -1, torch.nan
     return hidden, ids, torch.rand(count, request.top_k, generator=generator) / 2 + 0.1
+
+
+@attrs.frozen(eq=False)
+class ExampleLayer:
+    """A plan of one rank on the CPU and weights for it, to take apart what `MoELayer` does in one step.
+
+    Attributes:
+        plan: Of the first rank.
+        stored: The weights of all experts.
+        manager: Whose plugins prepare and bind.
+    """
+
+    plan: MoEPlan
+    stored: StoredLayer
+    manager: BackendManager
+
+    @property
+    def raw(self) -> RawWeights:
+        """What a checkpoint would bring."""
+        return self.stored.raw(self.plan.request.local_experts(0), "cpu")
+
+    def prepare(self, raw: RawWeights | None = None, out: PreparedWeights | None = None) -> PreparedWeights:
+        """Weights, by default `raw`, as the plan's plugin lays them out."""
+        return self.manager.process_weights(self.plan, raw or self.raw, out)
+
+    def bind(self, weights: PreparedWeights | None = None) -> BoundExperts:
+        """The experts, by default of weights that were prepared for them."""
+        return BoundExperts(self.plan, weights or self.prepare(), self.manager)
+
+    def tokens(self, count: int = 17) -> tuple[Tensor, Tensor, Tensor]:
+        """See `telling_tokens`."""
+        return telling_tokens(self.plan.request, count, seed=3)
+
+    def error(self, experts: BoundExperts | None = None) -> tuple[float, float]:
+        """Relative error of a forward in poisoned memory, and what rounding explains."""
+        tokens = self.tokens()
+        experts = experts or self.bind()
+        with PoisonedMemory():  # type: ignore[no-untyped-call]
+            output = experts(*tokens)
+        allowed = tolerance(self.plan.request, self.plan.routes[0].token_dtype)
+        return relative_error(output, self.stored.reference(*tokens)), allowed

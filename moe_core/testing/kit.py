@@ -6,9 +6,10 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 
+from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.feasibility import machine_reasons
-from moe_core.specs import Candidate, PluginSpec
+from moe_core.specs import PluginSpec
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.catalogue import CELL_CHECKS, PLUGIN_CHECKS, CellCheck

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, TokenDtype
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.specs import TokenDtype
 
 
 def serves_one_rank(pair: Candidate) -> bool:

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from moe_core.bound import BoundExperts
+from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line
 from moe_core.manager import BackendManager
@@ -17,7 +18,6 @@ from moe_core.payloads import PreparedWeights, RawWeights, Tensor
 from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
 from moe_core.request import LayerRequest, Workload
-from moe_core.specs import Candidate
 from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.timing import CaptureError, Prepared, prepare, take_turns
 

@@ -80,6 +80,13 @@ def _is_data(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta" and value.layout == torch.strided
 
 
+def _what(value: object) -> str:
+    """What came in place of a tensor with data."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"one without data (device {value.device}, {str(value.layout).removeprefix('torch.')})"
+
+
 def _scale_problem(name: str, tensor: torch.Tensor) -> str | None:
     """A calibrated scale that is zero, negative or not finite would turn its experts into zeros or NaN."""
     if not name.endswith(("_global_scale", "_input_scale")) or not tensor.is_floating_point():
@@ -99,7 +106,7 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
     """
     expected = expected_tensors(request, num_local_experts)
     given = weights.tensors
-    strangers = [f"{name}: expected a tensor, got {type(t).__name__}" for name, t in given.items() if not _is_data(t)]
+    strangers = [f"{name}: expected a tensor, got {_what(t)}" for name, t in given.items() if not _is_data(t)]
     if strangers:
         raise WeightsError.listing("weights are not tensors with data; nothing was loaded:", strangers)
     problems = [f"{name}: missing, expected {list(expected[name].shape)}" for name in expected if name not in given]

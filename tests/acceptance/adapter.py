@@ -14,7 +14,7 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from case_lib import Lib
-from checkpoints import canonical_tensors, scheme
+from checkpoints import canonical_tensors, scheme, stored_layout
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
 from ranks import RankError, run_on_ranks
@@ -34,7 +34,6 @@ from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
 from moe_core.quant import QuantScheme
-from moe_core.weights.bands import StoredLayout
 from moe_core.weights.loading import cut
 from moe_core.weights.requantize import to_ue8m0
 
@@ -106,8 +105,7 @@ def make_weights(
     tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
     stored = attrs.evolve(request, quant=scheme({**ckpt, "ue8m0": False}, name))
-    layout = StoredLayout(tiling="apart" if ckpt.get("halves") else "through")
-    share = cut(tensors, stored, tp_rank, layout=layout)
+    share = cut(tensors, stored, tp_rank, layout=stored_layout(ckpt))
     if request.quant != stored.quant:
         share = to_ue8m0(share, stored.local_quant)
     owned = list(request.local_experts(rank))

@@ -8,6 +8,7 @@ import torch
 from case_lib import NotOffered
 
 from moe_core.quant import MXFP4_W4A16, NVFP4, NVFP4_W4A16, WHOLE, QuantScheme
+from moe_core.weights.bands import StoredLayout
 from moe_core.weights.canonical import canonical_weights
 from moe_core.weights.codes import pack, sign_bit, unpack
 
@@ -54,12 +55,20 @@ def _quantized(
     )
 
 
+def stored_layout(ckpt: dict[str, Any]) -> StoredLayout:
+    """How `canonical_tensors` come: rows that share tiles of scales stay in their order, which cutting undoes."""
+    is_tiled = ckpt["fmt"] == "fp8_block"
+    return StoredLayout(
+        rows=ckpt["layout"] if is_tiled else "gate_up", tiling="apart" if ckpt.get("halves") else "through"
+    )
+
+
 def canonical_tensors(ckpt: dict[str, Any], dtype: torch.dtype, gated: bool) -> Tensors:
-    """Canonical tensors of all stored experts, scales in the checkpoint's own tiles."""
+    """Tensors of all stored experts by canonical names: rows as `stored_layout` says, scales in their own tiles."""
     stored = {name: tensor for name, tensor in ckpt.items() if isinstance(tensor, torch.Tensor)}
     tensors = canonical_weights(
         _READERS[ckpt["fmt"]](ckpt, stored, dtype),
-        layout=ckpt["layout"],
+        layout="gate_up" if ckpt["fmt"] == "fp8_block" else ckpt["layout"],
         orientation=ckpt["orientation"],
         gated=gated,
     )

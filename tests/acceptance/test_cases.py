@@ -11,7 +11,7 @@ import cases_open  # noqa: F401  (fills case_lib.ALL)
 import pytest
 import reference_moe
 import torch
-from case_lib import ALL, T_, Lib, NotOffered, RefLib
+from case_lib import ALL, T_, Lib, NotOffered, RefLib, expect, fp8_ckpt, plain
 
 CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in ALL}
 
@@ -182,3 +182,16 @@ def test_not_offered_is_a_skip_only_where_it_is_not_due() -> None:
         require(CASES["MC-53"], Lib(), offered=False)
     with pytest.raises(pytest.fail.Exception, match=r"MC-53 .*skipped"):
         require(CASES["MC-53"], Lib(), offered=True)
+
+
+@pytest.mark.parametrize("inner", [128, 192])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fp8_tiles_follow_the_up_rows_that_come_first(inner: int, tp: int) -> None:
+    spec = plain(T=4, H=128, I=inner, E=2, seed=31)
+    up_gate = spec["ckpt"]["w13"].roll(inner, 1)
+    up_gate[:, : inner // 2] *= 8
+    # At 192 rows of a half, a tile over both of them.
+    stored = {**fp8_ckpt(up_gate, spec["ckpt"]["w2"]), "layout": "up_gate"}
+    spec = {**spec, "ckpt": stored}
+    # As the cases have it for blocks of fp8.
+    assert reference_moe.rel(importlib.import_module("adapter").MoECore().run(**spec, tp=tp), expect(spec)) < 5e-2

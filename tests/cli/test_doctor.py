@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import import_module
 
+import attrs
 import pytest
+from fakes import dispatcher, manager_of, plugin, runner
 
 from moe_core.cli.foreign_variables import KNOWN, foreign_variables
+from moe_core.environment import Environment
+from moe_core.specs import Requirement
 
 pytestmark = pytest.mark.error_path
 
@@ -59,6 +65,44 @@ def test_the_screen_says_what_to_install(moe_core):
     result = moe_core("doctor", sites=("vendors",), COLUMNS="160")
     assert "to install" in result.stdout
     assert "unavailable" in result.stdout
+
+
+def _asking(name, devices, *requirements):
+    declared = runner(name, devices=devices, requirements=requirements)
+    return plugin(name, dispatchers=[dispatcher(name, devices=devices)], runners=[declared])
+
+
+LATER, OLDER = (Requirement(module="lib", minimum=low, install=f"pip install 'lib>={low}'") for low in ("0.10", "0.9"))
+HERE = _asking("here", ("cpu",), OLDER, LATER, Requirement(module="there", minimum="2", install="pip install there"))
+OTHER_BUILD = _asking("other_build", ("cpu",), attrs.evolve(OLDER, excluded=">=1", install="build lib"))
+ELSEWHERE = _asking("elsewhere", ("npu",), Requirement(module="npu_lib", install="pip install npu_lib"))
+
+
+@pytest.fixture
+def screen(call, monkeypatch):
+    """The lines that `doctor` prints on a CPU that has these packages and plugins, below each heading."""
+
+    def show(packages, *plugins):
+        manager = manager_of(*plugins)
+        monkeypatch.setattr(manager, "probe", lambda: Environment(device_type="cpu", packages=packages))
+        monkeypatch.setattr(import_module("moe_core.cli.doctor"), "default_manager", lambda: manager)
+        blocks = [block.splitlines() for block in re.split(r"\n *\n", call("doctor")[1])]
+        return {block[0].strip(): [" ".join(line.split()) for line in block[1:]] for block in blocks}
+
+    return show
+
+
+def test_what_to_install_is_said_per_plugin_and_apart_for_other_devices(screen):
+    blocks = screen({"torch": "2.13", "there": "2.1"}, HERE, OTHER_BUILD, ELSEWHERE)
+    # The higher bound alone, and nothing that is there.
+    assert blocks["to install"] == ["here pip install 'lib>=0.10'", "other_build build lib"]
+    assert blocks["to install, for other devices"] == ["elsewhere pip install npu_lib"]
+
+
+def test_a_build_that_serves_is_not_to_be_installed(screen):
+    blocks = screen({"torch": "2.13", "there": "2.1", "lib": "1.1"}, HERE, OTHER_BUILD)
+    assert blocks["to install"] == ["other_build build lib"]
+    assert "to install, for other devices" not in blocks
 
 
 def test_variables_of_other_projects(document):

@@ -11,7 +11,8 @@ import pytest
 from fakes import CUDA_DEEPGEMM, TORCH, VENDORS, dispatcher, manager_of, plugin, runner
 
 from moe_core.environment import PRESETS
-from moe_core.specs import Limit
+from moe_core.quant import NVFP4
+from moe_core.specs import Limit, TokenDtype
 
 ON_H100 = ("resolve", "--environment", "h100", "--no-measurements", "--explain")
 
@@ -119,6 +120,12 @@ def test_why_not_is_told_in_full_for_what_is_pinned(call, only):
     assert len(err.splitlines()) <= 25
 
 
+NVFP4_TO_READ = (TokenDtype("nvfp4", "block_16"), TokenDtype("bf16"))
+TWO_READERS = plugin(
+    "two",
+    dispatchers=[dispatcher()],
+    runners=[runner(name, reads=NVFP4_TO_READ, schemes=(NVFP4,)) for name in ("x", "y")],
+)
 SPLIT = plugin(
     "split",
     dispatchers=[dispatcher()],
@@ -142,6 +149,35 @@ def test_a_layout_that_decided_is_named_and_not_every_loser(call, only):
     assert _words(out).count("split:toy.standard + split:other.k1") == 2
 
 
+def test_what_fits_one_workload_is_listed_or_counted(call, only):
+    only(SPLIT)
+    out = call(*ON_H100, "--workload", "decode:8")[1]
+    assert "decode first of 5 that fit: tier tuned" in _words(out)
+    rows = _parts(out)["workload decode: what fits, in order (dispatch dtype bf16 by runner)"]
+    assert [row.split()[0] for row in rows[1:2]] == ["1"]
+    assert _words(" ".join(rows[2:])) == "and 4 more fit, but with other weight layouts than one, which the first has"
+    assert "all workloads" not in out
+    assert "notes" not in out
+    out = _words(call(*ON_H100, "--workload", "decode:8", "-v")[1])
+    assert "than one, which the first has: split:toy.standard + split:slow.standard, " in out
+    assert "all workloads" not in out
+
+
+def test_a_deterministic_layer_says_why_others_are_not_used(call, only):
+    only(TORCH)
+    out = _words(call(*ON_H100, "--deterministic")[1])
+    count = int(re.search(r"first of (\d+) that fit", out)[1])
+    assert f"and {count - 1} more fit, but a deterministic layer keeps the first combination" in out
+
+
+def test_why_a_dtype_is_impossible_is_said_once_for_all(call, only):
+    only(TWO_READERS)
+    parts = _parts(call(*ON_H100, "--quant-scheme", "nvfp4")[1])
+    assert "workload any: what fits, in order (dispatch dtype bf16 by runner)" in parts
+    (note,) = (heading for heading in parts if heading.startswith("dispatch dtype"))
+    assert note.startswith("dispatch dtype  1, 2: nvfp4 (preferred by input-global-scale) is not possible:")
+
+
 def test_workloads_of_which_the_same_is_to_say_are_told_together(call, only):
     only(TORCH)
     _, out, _ = call(*ON_H100, "--workload", "decode:8", "--workload", "prefill")
@@ -163,9 +199,10 @@ def test_times_stand_in_the_table_and_where_they_come_from_above_it(call):
     assert code == 0
     parts = _parts(out)
     table = next(lines for heading, lines in parts.items() if heading.startswith("workload any"))
-    assert "measured 1328 us" in table[1]
+    measured = re.search(r"measured \d+ us", table[1])
+    assert measured
     assert "exact" not in " ".join(table)
-    assert "measured 1328 us (exact, T=8192; shipped h100" in _words(" ".join(parts["why for layer"]))
+    assert f"{measured[0]} (exact, T=8192; shipped h100" in _words(" ".join(parts["why for layer"]))
 
 
 @pytest.mark.error_path

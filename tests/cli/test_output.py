@@ -36,6 +36,15 @@ def test_no_word_is_broken_where_all_of_them_fit(width):
     assert words.count("wherever") == 4
 
 
+def test_the_longest_name_stays_whole_where_other_words_have_to_break():
+    pair = "torch:none.standard + plugin_with_a_name:family_of_kernels.two_stage_untuned"
+    for width in range(74, 96):
+        lines = _printed(width, ("1", pair, "no permutation on one rank", "(input-global-scale)"))
+        assert max(map(len, lines)) <= width
+        assert "plugin_with_a_name:family_of_kernels.two_stage_untuned" in " ".join(lines).split(), width
+        assert "torch:none.standard + " in lines[1], width
+
+
 def test_what_has_no_room_is_cut_and_not_lost():
     lines = _printed(40, *_rows())
     assert max(map(len, lines)) <= 40

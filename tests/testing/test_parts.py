@@ -15,9 +15,10 @@ from fakes import dispatcher, runner
 
 from moe_core import LayerRequest
 from moe_core.activation import SWIGLU_OAI, ActivationPattern, ActivationSpec
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import load_environment
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, SCHEMES, LayerQuant, QuantScheme
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner, Limit
+from moe_core.specs import Limit
 from moe_core.testing import BackendConformance, Case, ConformanceError, Kit, NotRun, formats
 from moe_core.testing.cells import activations_of, cells_of, schemes_of
 from moe_core.testing.compare import problem_of, relative_error, require_answer, require_apart
@@ -183,6 +184,13 @@ def test_what_is_wrong_with_an_output(spoil: object, message: str) -> None:
     assert problem_of(out, want, 0.02) is None
     spoil(out)  # type: ignore[operator]
     assert message in (problem_of(out, want, 0.02) or "")
+
+
+@pytest.mark.parametrize(("count", "factor"), [(1, 3.0), (2, 1.0), (100, 1.0)])
+def test_one_token_may_scatter_and_the_whole_of_several_not(count: int, factor: float) -> None:
+    want = torch.randn(count, 4096, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for share, is_fine in ((0.99, True), (1.01, False)):
+        assert (problem_of(want * (1 + share * factor * 0.02), want, 0.02) is None) == is_fine
 
 
 # --- what is tried -------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from typing import Any
 import attrs
 
 from moe_core import hookspecs
+from moe_core.declared import Candidate, DeclaredRunner
 from moe_core.errors import MoeCoreError
 from moe_core.payloads import PreparedWeights
 from moe_core.plugin_checks import HOOKS, SELECT_HOOKS
-from moe_core.specs import Candidate, DeclaredRunner
 from moe_core.testing.backend import HELPER, Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import cells_of

@@ -10,11 +10,11 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError
 from moe_core.payloads import ExpertGroup
 from moe_core.placement import ExpertPlacement
-from moe_core.specs import Candidate
 from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import Cell, cells_of

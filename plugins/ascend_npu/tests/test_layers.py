@@ -16,11 +16,11 @@ from moe_plugin_ascend.runner_specs import RUNNERS
 
 from moe_core import LayerRequest, MoELayer, Workload
 from moe_core.backends.torch import plugin as torch_plugin
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import PRESETS
 from moe_core.kernels import checks
 from moe_core.manager import BackendManager
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
-from moe_core.specs import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.testing import Kit
 from moe_core.testing.backend import Backend
 from moe_core.testing.checks.ranks import check_distributed_ranks

@@ -40,10 +40,10 @@ from moe_plugin_deepgemm.weights import is_readable
 #: every row's own.
 _RECIPES = {"column_128": (1, 128, 128), "ue8m0_128": (1, 1, 128)}
 
-#: By ends the kernels look for a tile's group one by one, some 0.5 us each, and pass absent rows over at no cost: fp8
-#: is faster by row only above so many experts, with so many rows of each, padding included. Both GEMMs of 8192 tokens by
-#: end and by row, in us: 512 experts of 287 rows 3534 and 3328 on an H200, 4829 and 4169 on an H100; 512 of 207 rows
-#: (4096 tokens) 1961 and 2659, 256 of 383 rows 6163 and 7092, 128 of 639 rows 603 and 618 on an H200.
+#: By ends, absent rows cost nothing, and finding a tile's group costs the more the more groups there are: fp8 is faster
+#: by row only above so many experts, with so many rows of each, padding included. Both GEMMs by end and by row, in us:
+#: 512 experts of 287 rows 3534 and 3328 on an H200, 4829 and 4169 on an H100; 512 of 207 rows 1961 and 2659, 256 of 383
+#: rows 6163 and 7092, 128 of 639 rows 603 and 618 on an H200.
 _FEW_EXPERTS, _MANY_ROWS = 256, 256
 #: Contiguous tokens, and each row's expert (-1: none) -> the keywords that tell the library which rows are whose.
 TellGroups: TypeAlias = Callable[[ContiguousTokens, Tensor], dict[str, Any]]

@@ -10,17 +10,16 @@ import functools
 import inspect
 import os
 import re
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import attrs
 
+from moe_core.environment import program_path
 from moe_core.errors import PluginError
 from moe_core.kernel_library import import_library
-from moe_plugin_deepgemm.machine import DEEP_GEMM
+from moe_plugin_deepgemm.machine import DEEP_GEMM, NVCC
 
 #: A function of the library with every optional keyword in place; it writes into its argument `d`.
 GroupedGemm: TypeAlias = Callable[..., None]
@@ -29,8 +28,6 @@ GroupedGemm: TypeAlias = Callable[..., None]
 _SPARED = {"ensure_zero_padding": False}
 #: Keyword of builds that take the end of each group in place of an expert per row.
 ENDS_KEYWORD = "use_psum_layout"
-#: Asks for the compiler in the driver's libraries instead of nvcc.
-_NVRTC = "DG_JIT_USE_NVRTC"
 
 
 @attrs.frozen
@@ -119,22 +116,16 @@ def deep_gemm() -> ModuleType:
 
 
 def require_compiler() -> None:
-    """Look for nvcc where the library does, which compiles its kernels when they are first called.
+    """What the resolver asks about the machine, of this process: its environment may be another, or was described.
 
     Raises:
-        PluginError: There is none.
+        PluginError: No nvcc where the library looks.
     """
-    if os.environ.get(_NVRTC, "0") not in ("", "0"):
-        return
-    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if toolkit is None and shutil.which("nvcc") is not None:
-        return
-    nvcc = Path(toolkit or "/usr/local/cuda") / "bin" / "nvcc"
-    if not nvcc.exists():
+    if NVCC.is_needed(os.environ) and not program_path(NVCC):
+        folders = " and ".join(f"{name}={os.environ.get(name, '')}" for name in NVCC.folders)
         raise PluginError(
-            f"deep_gemm compiles its kernels with nvcc, and {nvcc} does not exist"
-            f"{'' if toolkit else ' (CUDA_HOME and CUDA_PATH are not set, PATH has none)'}; install a CUDA toolkit and "
-            f"set CUDA_HOME to it, or set {_NVRTC}=1"
+            f"deep_gemm compiles its kernels with {NVCC.name}, which was not found: {folders}, PATH, {NVCC.default}; "
+            f"{NVCC.install}"
         )
 
 

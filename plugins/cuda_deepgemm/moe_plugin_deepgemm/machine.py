@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.specs import Requirement
+from moe_core.specs import Program, Requirement
 
 #: Torch's name of the device type.
 DEVICES = ("cuda",)
@@ -11,10 +11,20 @@ VERIFIED_ARCHS = ("sm90",)
 #: Blackwell of data centres: written after the library's rules for it, never run there.
 UNVERIFIED_ARCHS = ("sm100",)
 
+#: What compiles the library's kernels when they are first called, found as the library finds it.
+NVCC = Program(
+    name="nvcc",
+    folders=("CUDA_HOME", "CUDA_PATH"),
+    default="/usr/local/cuda",
+    unless=("DG_JIT_USE_NVRTC",),
+    install="install a CUDA toolkit and set CUDA_HOME to it, or set DG_JIT_USE_NVRTC=1",
+)
+
 #: Of the runners: builds with bf16 grouped GEMMs. sgl-deep-gemm counts from 0.1, all others as DeepGEMM itself does.
 DEEP_GEMM = Requirement(
     module="deep_gemm",
     minimum="0.1.3",
     excluded=">=1,<2.1",
     install="pip install sgl-deep-gemm or tokenspeed-deepgemm, the build for your release of torch",
+    programs=(NVCC,),
 )

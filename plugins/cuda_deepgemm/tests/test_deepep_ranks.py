@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulated_deep_ep
 import pytest
 import torch
 from deepep_layers import B200, DECODE, H100, outputs_and_answers, small
 
-from moe_core import LayerRequest, Workload
+from moe_core import ExpertGroup, LayerRequest, Workload
 from moe_core.quant import BF16, FP8_BLOCK128, FP8_BLOCK128_UE8M0, QuantScheme
 from moe_core.testing.compare import relative_error
 from moe_core.testing.ranks import RankError, run_on_ranks
@@ -46,6 +47,19 @@ def compare(tensors: list[torch.Tensor], layer: LayerRequest, count: int) -> Non
 @pytest.mark.parametrize("quant", [BF16, FP8_BLOCK128], ids=str)
 def test_both_modes_over_one_set_of_weights(runner: str, quant: QuantScheme) -> None:
     check([small(quant=quant, runner_backend=runner)], [7, 3])
+
+
+def bytes_of_tokens(group: ExpertGroup, requests: list[LayerRequest]) -> list[int]:
+    """A rank's job: bytes of a token in each dispatch."""
+    outputs_and_answers(group, requests, [2, 2])
+    return emulated_deep_ep.Runtime.sent
+
+
+def test_fp8_halves_what_is_sent() -> None:
+    requests = [small(quant=quant, runner_backend="deep_gemm", num_experts=4) for quant in (BF16, FP8_BLOCK128)]
+    for found in run_on_ranks(bytes_of_tokens, [(requests,)] * 2):
+        # Two modes, alone and beside an overlap; a scale of four bytes for 128 codes.
+        assert found == [2 * 2048] * 4 + [2048 + 4 * 16] * 4
 
 
 def test_fp8_experts_of_bf16_tokens() -> None:

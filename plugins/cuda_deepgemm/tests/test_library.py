@@ -80,7 +80,7 @@ def test_a_keyword_that_went_and_one_that_came(installed: Any) -> None:
 @pytest.mark.error_path
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(PluginError, match=r"compiles its kernels with nvcc, and .*/bin/nvcc does not exist; install"):
+    with pytest.raises(PluginError, match=r"with nvcc, which was not found: CUDA_HOME=/.* and CUDA_PATH=.*; install"):
         library.require_compiler()
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
     library.require_compiler()
@@ -90,9 +90,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_without_any_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH", "DG_JIT_USE_NVRTC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    monkeypatch.setattr(library.Path, "exists", lambda path: False)
-    with pytest.raises(PluginError, match=r"/usr/local/cuda/bin/nvcc does not exist \(CUDA_HOME and CUDA_PATH are not"):
+    monkeypatch.setattr(library, "program_path", lambda program: "")
+    with pytest.raises(PluginError, match=r"CUDA_HOME= and CUDA_PATH=, PATH, /usr/local/cuda; install a CUDA toolkit"):
         library.require_compiler()
 
 

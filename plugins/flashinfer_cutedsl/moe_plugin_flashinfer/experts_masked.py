@@ -31,7 +31,7 @@ _GEMM = "gemm.grouped_gemm_nt_masked"
 
 
 def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
-    """The experts of one route, after a call without rows that compiles them.
+    """The experts of one route, after a call without rows that compiles them, but for signals of a second projection.
 
     Raises:
         PluginError: Weights in another layout, or a library without the functions or keywords of this route, or one
@@ -126,6 +126,9 @@ class MaskedExperts:
         """Blocks of rows -> unweighted bf16 `[L, M, H]`; rows from `masked_m` on are undefined."""
         rows, masked_m = tokens.hidden_states, tokens.masked_m
         if not rows.shape[0]:
+            if tokens.down_gemm_overlap is not None:
+                # Combine waits for it on a rank without experts too.
+                tokens.down_gemm_overlap.start()
             return rows.new_empty((0, rows.shape[1], self.w2.weight.shape[1]), dtype=torch.bfloat16)
         with current(rows.device):
             hidden = self.w13(self._operand(tokens), masked_m)

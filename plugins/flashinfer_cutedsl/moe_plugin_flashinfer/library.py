@@ -25,7 +25,7 @@ from moe_plugin_flashinfer.machine import CUTLASS_DSL, FLASHINFER
 #: A function of the library, or its class, that takes keywords only.
 LibraryFunction: TypeAlias = Callable[..., Any]
 
-#: Keywords of releases that do something else unless told not to, and what they are told. Without the last one an
+#: Keywords of releases that do something else unless told not to, and what they are told. Without this one an
 #: environment variable decides how scales are searched.
 _SPARED = {"nvfp4_4over6": None}
 _QUANTIZES = ("a", "mask", "a_global_sf")

@@ -27,7 +27,37 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class MaskedWeights:
+class _Weights:
+    """What both kernels read, by the names of the prepared tensors; each layout says its shapes."""
+
+    w13: Tensor
+    w13_scale: Tensor
+    w13_alpha: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    w2_alpha: Tensor
+    x_scale: Tensor
+    hidden_scale: Tensor
+
+    @classmethod
+    def _tensors(cls, layout: str, prepared: PreparedWeights) -> dict[str, Tensor]:
+        if prepared.layout != layout:
+            raise PluginError(
+                f"these weights have the layout {prepared.layout!r}, this runner reads {layout!r} and would take them "
+                "for other numbers; prepare them from the raw weights"
+            )
+        tensors = {name: prepared[name] for name in attrs.fields_dict(cls)}
+        gaps = [name for name, tensor in tensors.items() if not is_readable(tensor) and tensor.dtype != torch.float32]
+        if gaps:
+            raise PluginError(
+                f"{', '.join(gaps)}: the kernels read through pointers and need contiguous memory from a multiple of "
+                f"{ALIGNMENT} bytes on; prepare the weights again from the raw ones"
+            )
+        return tensors
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class MaskedWeights(_Weights):
     """For `grouped_gemm_nt_masked`.
 
     Attributes:
@@ -41,28 +71,14 @@ class MaskedWeights:
         hidden_scale: `[L]`, multiplies the activation before it is rounded.
     """
 
-    w13: Tensor
-    w13_scale: Tensor
-    w13_alpha: Tensor
-    w2: Tensor
-    w2_scale: Tensor
-    w2_alpha: Tensor
-    x_scale: Tensor
-    hidden_scale: Tensor
-
     @classmethod
     def of(cls, prepared: PreparedWeights) -> Self:
         """The same tensors; `PluginError` for another layout's, or for memory that no kernel can read."""
-        return cls(**_tensors(MASKED, prepared, attrs.fields_dict(cls)))
-
-    @property
-    def dispatch_scale(self) -> Tensor:
-        """0-dim fp32: what a dispatcher that sends nvfp4 multiplies tokens with; preparation has made sure of one."""
-        return self.x_scale[0]
+        return cls(**cls._tensors(MASKED, prepared))
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class WrapperWeights:
+class WrapperWeights(_Weights):
     """For `CuteDslMoEWrapper`.
 
     Attributes:
@@ -76,34 +92,9 @@ class WrapperWeights:
         hidden_scale: `[1]`, multiplies the activation before it is rounded; `fc2_input_scale` of the library.
     """
 
-    w13: Tensor
-    w13_scale: Tensor
-    w13_alpha: Tensor
-    w2: Tensor
-    w2_scale: Tensor
-    w2_alpha: Tensor
-    x_scale: Tensor
-    hidden_scale: Tensor
-
     @classmethod
     def of(cls, prepared: PreparedWeights) -> Self:
         """The same tensors, scales as views; `PluginError` as `MaskedWeights.of`."""
-        tensors = _tensors(WRAPPER, prepared, attrs.fields_dict(cls))
+        tensors = cls._tensors(WRAPPER, prepared)
         views = {name: mma_view(tensors[name]) for name in ("w13_scale", "w2_scale")}
         return cls(**tensors | views)
-
-
-def _tensors(layout: str, prepared: PreparedWeights, names: dict[str, attrs.Attribute[Tensor]]) -> dict[str, Tensor]:
-    if prepared.layout != layout:
-        raise PluginError(
-            f"these weights have the layout {prepared.layout!r}, this runner reads {layout!r} and would take them for "
-            "other numbers; prepare them from the raw weights"
-        )
-    tensors = {name: prepared[name] for name in names}
-    gaps = [name for name, tensor in tensors.items() if not is_readable(tensor) and tensor.dtype != torch.float32]
-    if gaps:
-        raise PluginError(
-            f"{', '.join(gaps)}: the kernels read through pointers and need contiguous memory from a multiple of "
-            f"{ALIGNMENT} bytes on; prepare the weights again from the raw ones"
-        )
-    return tensors

@@ -58,7 +58,10 @@ _masked = RunnerSpec(
 _masked_overlap = attrs.evolve(
     _masked,
     kernel="masked_overlap",
-    limits=(*_masked.limits, Limit("num_local_experts", "<=", 8, "leave down_gemm_overlap out, or use more ranks")),
+    limits=(
+        *_masked.limits,
+        Limit("num_local_experts", "<=", 8, "without down_gemm_overlap masked serves; or more ranks"),
+    ),
     down_gemm_overlap=True,
 )
 _wrapper = attrs.evolve(

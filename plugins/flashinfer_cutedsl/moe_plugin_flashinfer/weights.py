@@ -64,13 +64,24 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     Codes whose rows stay where they are may be borrowed. Memory beside source and result: one expert's block scales.
 
     Raises:
-        WeightsError: Scalars that cannot be used, with their experts; nothing was written then.
+        WeightsError: Scales that cannot be used, with their experts; nothing was written then.
     """
+    _check_block_scales(weights.tensors)
     recipe = _RECIPES[plan.weight_layout](plan, weights.tensors)
     if out is None:
         out = PreparedWeights(layout=recipe.layout, tensors=_places(weights, recipe), token_scale="x_scale")
     _fill(weights, recipe, out)
     return out
+
+
+def _check_block_scales(raw: dict[str, Tensor]) -> None:
+    """NaN in the first projection would not show: rounding the activation makes the largest code of it."""
+    problems = []
+    for name in ("w13_scale", "w2_scale"):
+        bad = [expert for expert, scale in enumerate(raw[name]) if bool(scale.isnan().any())]
+        problems += [f"{name}: NaN for local experts {bad}"] if bad else []
+    if problems:
+        raise WeightsError.listing("block scales of NVFP4 experts cannot be used; nothing was loaded:", problems)
 
 
 def _masked(plan: MoEPlan, raw: dict[str, Tensor]) -> _Recipe:

@@ -12,7 +12,7 @@ from cutedsl_layers import B200, manager
 from early_combine import EVENTS, MULTIPROCESSORS
 from moe_plugin_flashinfer import library
 
-from moe_core import LayerRequest, MoELayer, Workload
+from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
 from moe_core.errors import PluginError, ResolutionError
 from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
@@ -58,6 +58,16 @@ def test_the_second_projection_tells_which_experts_are_done() -> None:
     assert relative_error(output, stored.reference(*given)) < tolerance(layer.request)
 
 
+def test_a_rank_without_experts_lets_combine_begin() -> None:
+    one = {"num_experts": 1, "top_k": 1}
+    asked = request(**one, ep_size=2, token_placement="replicated")
+    layer = MoELayer(asked, environment=B200, manager=plugins(), group=ExpertGroup(rank=1, size=2))
+    stored = draw_layer(request(**one, workloads=(Workload(),), a2a_backend=None))
+    layer.load_weights(stored.raw(layer.local_experts, "cpu"))
+    layer(torch.randn(3, 128).to(torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    assert [*EVENTS] == ["dispatch", "start", "signals []"]
+
+
 def test_a_route_that_does_not_overlap_passes_nothing_on() -> None:
     layer, stored = loaded(workloads=Workload(phase="decode", max_tokens=16))
     given = tokens()
@@ -75,7 +85,7 @@ def test_a_route_that_does_not_overlap_passes_nothing_on() -> None:
         pytest.param(
             {"a2a_backend": "none.standard"}, "wrapper: overlap: needs no combine before", id="the whole layer at once"
         ),
-        pytest.param({"runner_backend": "torch"}, "torch.masked: overlap: needs no combine before", id="runner"),
+        pytest.param({"runner_backend": "torch.masked"}, "torch.masked: overlap: needs no combine before", id="runner"),
     ],
 )
 def test_what_cannot_is_refused_with_that_reason(fields: dict[str, Any], text: str) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from cutedsl_layers import DISPATCHERS, INNER, SmallLayer, small_layer
+from cutedsl_layers import DISPATCHERS, INNER, small_layer
 from moe_plugin_flashinfer import emulation
 from nvfp4_by_hand import in_tiles
 
 from moe_core.bound import BoundExperts
 from moe_core.errors import PluginError
 from moe_core.payloads import PreparedWeights
+from moe_core.testing.examples import ExampleLayer
 
 Tensors = dict[str, torch.Tensor]
 #: Prepared tensors, and the checkpoint's -> those that are wrong.
@@ -138,7 +139,7 @@ DATA: dict[str, dict[str, DataFault]] = {
 CASES = [(kernel, name) for kernel, faults in DATA.items() for name in faults]
 
 
-def with_fault(layer: SmallLayer, fault: DataFault) -> PreparedWeights:
+def with_fault(layer: ExampleLayer, fault: DataFault) -> PreparedWeights:
     prepared = layer.prepare()
     good = {name: tensor.data for name, tensor in prepared.tensors.items()}
     changed = fault(good, layer.raw.tensors)
@@ -148,7 +149,7 @@ def with_fault(layer: SmallLayer, fault: DataFault) -> PreparedWeights:
     return prepared
 
 
-def require_wrong(layer: SmallLayer, experts: BoundExperts | None = None) -> None:
+def require_wrong(layer: ExampleLayer, experts: BoundExperts | None = None) -> None:
     """Far from what rounding explains; NaN is wrong as well."""
     error, limit = layer.error(experts)
     assert not error < 3 * limit, f"error {error:.2g} does not stand out from rounding, {limit:.2g}"

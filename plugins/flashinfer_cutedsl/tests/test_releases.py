@@ -5,22 +5,23 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from cutedsl_layers import B200, DISPATCHERS, SmallLayer, small_layer
+from cutedsl_layers import B200, DISPATCHERS, small_layer
 from moe_plugin_flashinfer.emulation import emulated, unordered_atomics
 from moe_plugin_flashinfer.emulation.signatures import RELEASES
 
+from moe_core.testing.examples import ExampleLayer
 from moe_core.testing.memory import same_bits
 
 CALLS = 4
 
 
-def on_release(kernel: str, release: str, **fields: object) -> SmallLayer:
+def on_release(kernel: str, release: str, **fields: object) -> ExampleLayer:
     """A layer for a machine on which that release is installed."""
     packages = dict(B200.packages) | {"flashinfer": release}
     return small_layer(kernel, attrs.evolve(B200, packages=tuple(packages.items())), **fields)
 
 
-def outputs(layer: SmallLayer, calls: int = 1) -> list[torch.Tensor]:
+def outputs(layer: ExampleLayer, calls: int = 1) -> list[torch.Tensor]:
     experts, tokens = layer.bind(), layer.tokens()
     return [experts(*tokens) for _ in range(calls)]
 

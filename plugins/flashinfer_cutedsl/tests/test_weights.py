@@ -5,7 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from laid_out import EXPERTS, HIDDEN, INNER, KERNELS, SmallLayer, Tensors, read, small_layer, swizzled_places
+from laid_out import EXPERTS, HIDDEN, INNER, KERNELS, SmallLayer, Tensors, read, small_layer
+from moe_plugin_flashinfer.emulation.memory import swizzled_places
 from moe_plugin_flashinfer.prepared import MaskedWeights, WrapperWeights
 
 from moe_core.activation import RELU2
@@ -36,7 +37,7 @@ def same(first: PreparedWeights, second: PreparedWeights) -> bool:
 
 
 def scale_bytes(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    return swizzled.view(torch.uint8).flatten(1)[:, swizzled_places(rows, columns)]
+    return swizzled.view(torch.uint8).flatten(1)[:, swizzled_places(rows, 16 * columns)]
 
 
 def test_masked_weights_are_the_stored_ones() -> None:
@@ -118,6 +119,19 @@ def test_a_reload_that_fails_changes_nothing(kernel: str) -> None:
     assert all(same_bits(prepared[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.error_path
+@kernels
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_block_scales_that_are_no_numbers_are_refused(kernel: str, name: str) -> None:
+    layer = small_layer(kernel)
+    prepared, tensors = fresh(layer, layer.raw(0)), layer.raw(1)
+    before = {each: tensor.data.clone() for each, tensor in prepared.tensors.items()}
+    tensors[name][2, 3, 1] = torch.nan
+    with pytest.raises(WeightsError, match=rf"{name}: NaN for local experts \[2\]"):
+        layer.prepare(tensors, prepared)
+    assert all(same_bits(prepared[each], tensor) for each, tensor in before.items())
+
+
 @kernels
 @pytest.mark.parametrize("reload", [False, True])
 def test_each_expert_is_given_back_once_and_not_read_again(kernel: str, reload: bool) -> None:
@@ -188,11 +202,11 @@ def test_nvfp4_tokens_share_one_scale_that_follows_a_reload() -> None:
     layer = planned_for_nvfp4_tokens(small_layer("masked"))
     one = {"w13_input_scale": torch.full((EXPERTS,), 0.25)}
     prepared = layer.prepare(layer.raw(**one))
-    scale = MaskedWeights.of(prepared).dispatch_scale
-    assert scale.shape == ()
-    assert float(scale) == 4.0
+    assert prepared.token_scale is not None
+    scales = prepared[prepared.token_scale]
+    assert scales.tolist() == [4.0] * EXPERTS
     layer.prepare(layer.raw(1, w13_input_scale=torch.full((EXPERTS,), 0.5)), prepared)
-    assert float(scale) == 2.0
+    assert scales.tolist() == [2.0] * EXPERTS
 
 
 @pytest.mark.error_path

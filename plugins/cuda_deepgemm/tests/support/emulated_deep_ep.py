@@ -103,10 +103,12 @@ class Runtime:
     Attributes:
         alive: Those that were made and not destroyed.
         settings: What each low-latency one found in the environment when it was made.
+        sent: Bytes of a token and its scales, of each dispatch.
     """
 
     alive: ClassVar[list[Runtime]] = []
     settings: ClassVar[list[dict[str, str]]] = []
+    sent: ClassVar[list[int]] = []
 
     def __init__(
         self,
@@ -195,6 +197,7 @@ class Runtime:
         local = per_expert.numel() // self.num_ranks
         _require(local * self.num_ranks == per_expert.numel() and local <= 128, "experts per rank")
         scales = x[:, :0].float() if x_scales is None else x_scales
+        self.sent.append(_token_bytes(x, scales))
         shown = _every_rank((_bytes(x), _bytes(scales), topk_idx, topk_weights, in_rank))
         first = self.rank * local
         rows, words, ids, weights, sources, counts = [], [], [], [], [], torch.zeros(local, dtype=torch.int64)
@@ -280,6 +283,7 @@ class Runtime:
         _require(round_scale or not use_ue8m0, "powers of two are rounded")
         block = self.num_ranks * capacity
         values, scales = _rounded(x, round_scale, use_ue8m0) if use_fp8 else (x, None)
+        self.sent.append(_token_bytes(values, scales))
         shown = _every_rank((_bytes(values), None if scales is None else _bytes(scales), topk_idx))
         rows = _poison((share, block, hidden), values.dtype)
         words = None if scales is None else _poison((share, scales.shape[1], block), scales.dtype).mT
@@ -365,6 +369,11 @@ def _later(finished: tuple[Tensor | None, ...], is_later: bool) -> tuple[tuple[T
 def _bytes(values: Tensor) -> Tensor:
     """Codes as bytes, which every transport takes."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
+def _token_bytes(values: Tensor, scales: Tensor | None) -> int:
+    """Of one token with its scales."""
+    return sum(tensor.shape[1] * tensor.itemsize for tensor in (values, scales) if tensor is not None)
 
 
 def _rounded(x: Tensor, to_powers: bool, packed: bool) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,15 @@ import attrs
 import emulated_deep_ep
 import moe_plugin_deepgemm.plugin as deepep
 import nvfp4_on_the_wire
-import torch
 from cutedsl_layers import B200, manager
 
 from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError
 from moe_core.quant import NVFP4
+from moe_core.testing.examples import stored_layer, telling_tokens
 from moe_core.testing.memory import PoisonedMemory
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.stored import StoredLayer
 
 #: The smallest sizes that the library sends; ranks have unequal numbers of experts.
 SIZES = {"num_experts": 5, "top_k": 2, "hidden_size": 2048, "intermediate_size": 128}
@@ -40,19 +40,7 @@ def request() -> LayerRequest:
 
 def stored(sends_nvfp4: bool) -> StoredLayer:
     """The weights of all experts; they do not depend on who computes."""
-    return draw_layer(LayerRequest(**SIZES, quant=NVFP4), one_input_scale=sends_nvfp4)
-
-
-def tokens_of(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens: a slot without expert, a token without any whose values are NaN, an expert without token."""
-    generator = torch.Generator().manual_seed(rank)
-    hidden = torch.randn(count, SIZES["hidden_size"], generator=generator).bfloat16()
-    ids = torch.rand(count, SIZES["num_experts"] - 1, generator=generator).topk(SIZES["top_k"], dim=1).indices
-    if count > 2:
-        ids[0, 0] = -1
-        ids[1], hidden[1] = -1, torch.nan
-    # Far from one, so that a weight too many or too few shows.
-    return hidden, ids, torch.rand(count, SIZES["top_k"], generator=generator) / 2 + 0.1
+    return stored_layer(request(), one_input_scale=sends_nvfp4)
 
 
 def output_and_answers(group: ExpertGroup, counts: list[int], sends_nvfp4: bool) -> tuple[str, list[object]]:
@@ -62,12 +50,11 @@ def output_and_answers(group: ExpertGroup, counts: list[int], sends_nvfp4: bool)
     plugins.register("cuda_deepgemm", deepep)
     layer = MoELayer(request(), environment=machine(sends_nvfp4), manager=plugins, group=group)
     layer.load_weights(stored(sends_nvfp4).raw(layer.local_experts, "cpu"))
-    tokens = hidden, ids, weights = tokens_of(group.rank, counts[group.rank])
+    tokens = hidden, ids, weights = telling_tokens(request(), counts[group.rank], seed=group.rank)
     with PoisonedMemory():  # type: ignore[no-untyped-call]
         output = layer(*tokens, phase="decode")
-    known = torch.nan_to_num(hidden)
     reference = stored(sends_nvfp4).reference
-    answers = reference(known, ids, weights), reference(known, ids, weights * weights)
+    answers = reference(*tokens), reference(hidden, ids, weights * weights)
     return str(layer.plan), [each.double().numpy() for each in (output, *answers)]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import attrs
 import torch
-from moe_plugin_flashinfer import plugin
+from cutedsl_layers import manager
+from moe_plugin_flashinfer.emulation.memory import swizzled_places
 from moe_plugin_flashinfer.prepared import MaskedWeights, WrapperWeights
 
-from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.environment import PRESETS
 from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedWeights, RawWeights
@@ -62,13 +62,11 @@ class SmallLayer:
 
 
 def small_layer(kernel: str, **fields: Any) -> SmallLayer:
-    manager = BackendManager()
-    manager.register("torch", torch_plugin)
-    manager.register("flashinfer_cutedsl", plugin)
+    made = manager()
     sizes = {"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": INNER}
     given = {"quant": NVFP4, "a2a_backend": "none", "runner_backend": f"flashinfer_cutedsl.{kernel}"}
-    plan, _ = make_plan(manager, LayerRequest(**{**sizes, **given, **fields}), PRESETS["b200"])
-    return SmallLayer(plan, manager)
+    plan, _ = make_plan(made, LayerRequest(**{**sizes, **given, **fields}), PRESETS["b200"])
+    return SmallLayer(plan, made)
 
 
 def any_raw(request: LayerRequest, seed: int = 0) -> Tensors:
@@ -79,9 +77,8 @@ def any_raw(request: LayerRequest, seed: int = 0) -> Tensors:
 
 def servable_by_the_wrapper(request: LayerRequest, tensors: Tensors) -> Tensors:
     """One input scale for all experts; their gates, their up halves and neither in turn have a larger global scale."""
-    # No round number: bf16 tokens would often lie in the middle of two codes, and fp32 decide which is nearer.
     shared = {
-        name: torch.full((request.num_experts,), input_unit(name, request) * 1.0371)
+        name: torch.full((request.num_experts,), input_unit(name, request))
         for name in ("w13_input_scale", "w2_input_scale")
     }
     if request.activation.gated:
@@ -116,13 +113,6 @@ class Operands:
     hidden_scale: torch.Tensor
 
 
-def swizzled_places(rows: int, columns: int) -> torch.Tensor:
-    """`[rows, columns]`: byte of each block scale in the 128x4 layout."""
-    row, column = torch.arange(rows)[:, None], torch.arange(columns)
-    tile = (row // 128) * -(-columns // 4) + column // 4
-    return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + column % 4
-
-
 def read(prepared: PreparedWeights) -> Operands:
     """Prepared weights of either layout, put back in order by index arithmetic."""
     if prepared.layout == "cutedsl_masked":
@@ -139,7 +129,7 @@ def read(prepared: PreparedWeights) -> Operands:
 
 
 def _unswizzled(swizzled: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    places = swizzled_places(codes.shape[1], codes.shape[2] // 8)
+    places = swizzled_places(codes.shape[1], 2 * codes.shape[2])
     return swizzled.view(torch.uint8).flatten(1)[:, places]
 
 
