@@ -6,7 +6,7 @@ from moe_core.payloads import Tensor
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.readings import Reading, readings
 from moe_core.testing.stored import StoredLayer
-from moe_core.testing.tolerance import ELEMENT_SCATTER, SCATTER
+from moe_core.testing.tolerance import SCATTER
 
 #: A token shorter than this part of the average is judged by that length: its slots may cancel out.
 _SHORT = 0.3
@@ -41,10 +41,9 @@ def problem_of(got: Tensor, want: Tensor, tolerance: float) -> str | None:
     empty = (want == 0).all(dim=1)
     if (values[empty] != 0).any():
         return f"tokens {_listed(empty & (values != 0).any(dim=1))} have no expert and must be zero"
-    # Of a single token the whole is that token.
-    error, most = relative_error(values, want), tolerance * (SCATTER if (~empty).sum() == 1 else 1.0)
-    if error > most:
-        return f"relative error {error:.2g}, at most {most:.2g} is due to rounding"
+    error = relative_error(values, want)
+    if error > tolerance:
+        return f"relative error {error:.2g}, at most {tolerance:.2g} is due to rounding"
     lengths = want.norm(dim=1)
     floor = _SHORT * float(lengths.square().mean().sqrt()) if len(lengths) else 0.0
     by_token = (values - want).norm(dim=1) / lengths.clamp(min=floor or 1.0)
@@ -52,8 +51,8 @@ def problem_of(got: Tensor, want: Tensor, tolerance: float) -> str | None:
         return f"relative error {float(by_token.max()):.2g} in tokens {_listed(by_token > SCATTER * tolerance)}"
     size = lengths.clamp(min=floor or 1.0)[:, None] / want.shape[1] ** 0.5
     by_element = (values - want).abs() / size
-    if (by_element > ELEMENT_SCATTER * tolerance).any():
-        columns = (by_element > ELEMENT_SCATTER * tolerance).any(dim=0)
+    if (by_element > SCATTER**2 * tolerance).any():
+        columns = (by_element > SCATTER**2 * tolerance).any(dim=0)
         return f"error {float(by_element.max()):.2g} of the average value in columns {_listed(columns)}"
     return None
 

@@ -41,10 +41,8 @@ ROUNDINGS = 8
 FEW = 2
 CONDITION = 1.5
 MARGIN = 2.0
-#: A single token's error may be larger than the whole output's by this.
+#: A single token's error may be larger than the whole output's by this, a single element's by the square.
 SCATTER = 3.0
-#: And a single element's by this: one value of a short row that falls on the other code, times one large weight.
-ELEMENT_SCATTER = 11.0
 _EXPONENTIAL = 1e-6
 
 
