@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from moe_core.environment import PRESETS
 from moe_core.testing import BackendConformance
 
@@ -10,3 +12,7 @@ class TestConformance(BackendConformance):
     plugin = "moe_plugin_flashinfer.plugin"
     environment = PRESETS["b200"]
     device = "cpu"
+
+
+class TestConformanceOfRubin(TestConformance):
+    environment = attrs.evolve(PRESETS["b200"], arch="sm107", device_name="described", source="described")
