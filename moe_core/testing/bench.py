@@ -9,6 +9,7 @@ import torch
 
 from moe_core.bound import BoundExperts, BoundRoute
 from moe_core.errors import ResolutionError
+from moe_core.layer import MoELayer
 from moe_core.measurements import MeasurementTable
 from moe_core.misses import relevant
 from moe_core.payloads import TORCH_DTYPES, ExpertGroup, PreparedWeights, RawWeights, Tensor
@@ -102,6 +103,17 @@ class Bench:
     def prepare(self, raw: RawWeights | None = None, out: PreparedWeights | None = None) -> PreparedWeights:
         """What the plugin makes of raw weights; with `out` a reload."""
         return self.backend.manager.process_weights(self.plan, raw or self.raw(), out)
+
+    def unloaded(self) -> MoELayer:
+        """A whole layer, whose attributes tensors must not be called like."""
+        backend = self.backend
+        return MoELayer(
+            self.request,
+            environment=backend.environment,
+            manager=backend.manager,
+            group=self.group,
+            measurements=MeasurementTable(),
+        )
 
     def bind(self, prepared: PreparedWeights) -> BoundExperts:
         """A layer over prepared weights."""

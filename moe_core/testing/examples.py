@@ -23,7 +23,7 @@ from moe_core.manager import BackendManager
 from moe_core.payloads import TORCH_DTYPES, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.request import LayerRequest
-from moe_core.testing.compare import relative_error
+from moe_core.testing.compare import error_of
 from moe_core.testing.memory import PoisonedMemory
 from moe_core.testing.stored import StoredLayer, draw_layer
 from moe_core.testing.tolerance import tolerance
@@ -108,4 +108,4 @@ class ExampleLayer:
         with PoisonedMemory():  # type: ignore[no-untyped-call]
             output = experts(*tokens)
         allowed = tolerance(self.plan.request, self.plan.routes[0].token_dtype)
-        return relative_error(output, self.stored.reference(*tokens)), allowed
+        return error_of(output, self.stored.reference, tokens, allowed), allowed

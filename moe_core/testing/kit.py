@@ -75,7 +75,7 @@ class Kit:
 
     def _pair_cases(self, pair: Candidate, schemes: str, checks: Sequence[CellCheck]) -> Iterator[Case]:
         is_quick = self.quick or len(checks) < len(CELL_CHECKS)
-        reasons = self._machine_reasons(pair)
+        reasons = self._machine_reasons(pair) or ranks.why_untried(pair)
         if reasons:
             cells = cells_of(pair, quick=is_quick)
             yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({len(cells)} cells)"))

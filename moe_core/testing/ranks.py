@@ -5,6 +5,7 @@ Processes are forked from a server that has imported torch once, so that a group
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import tempfile
@@ -95,6 +96,9 @@ def _rank(
         # Arrays travel through a pipe; tensors would need shared memory that outlives this process.
         is_tensor = isinstance(value, torch.Tensor)
         answers.put((rank, "tensor", value.double().cpu().numpy()) if is_tensor else (rank, "value", value))
-        dist.barrier()
     except Exception as error:
         answers.put((rank, "error", f"{type(error).__name__}: {error}"))
+        return
+    # Others may still read from this rank; whether they come in time is no part of the answer.
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.barrier()

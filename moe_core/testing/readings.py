@@ -17,7 +17,8 @@ from moe_core.testing.reference import ReferenceLayer
 from moe_core.testing.rounding import activation_rounder
 from moe_core.testing.stored import StoredLayer
 
-_Layer: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: A layer in float64: `[T, H]`, `[T, K]`, `[T, K]` -> `[T, H]`.
+ReferenceFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @attrs.frozen
@@ -25,7 +26,7 @@ class Reading:
     """Another layer that a backend may have computed: a name for the message, and the layer."""
 
     name: str
-    layer: _Layer
+    layer: ReferenceFn
 
 
 def readings(stored: StoredLayer) -> Iterator[Reading]:
@@ -76,7 +77,7 @@ def _of_router_weights(reference: ReferenceLayer) -> Iterator[Reading]:
     yield Reading(f"the router weight is applied to the {side}", other_side)
 
 
-def _normalized(reference: ReferenceLayer) -> _Layer:
+def _normalized(reference: ReferenceLayer) -> ReferenceFn:
     return lambda x, ids, weights: reference(x, ids, weights / (weights * (ids >= 0)).sum(1, keepdim=True).clamp(1e-9))
 
 
@@ -90,7 +91,7 @@ def _of_what_is_added(reference: ReferenceLayer) -> Iterator[Reading]:
         yield Reading("the norm after each expert is left out", attrs.evolve(reference, post_norm=None))
 
 
-def _unweighted_bias(reference: ReferenceLayer, bias: Tensor) -> _Layer:
+def _unweighted_bias(reference: ReferenceLayer, bias: Tensor) -> ReferenceFn:
     without = attrs.evolve(reference, b2=None)
 
     def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -105,12 +106,12 @@ def _of_ids(reference: ReferenceLayer) -> Iterator[Reading]:
     yield Reading("an expert that occurs twice in a row counts once", _without_repetition(reference))
 
 
-def _last_expert(reference: ReferenceLayer) -> _Layer:
+def _last_expert(reference: ReferenceLayer) -> ReferenceFn:
     last = reference.w13.shape[0] - 1
     return lambda x, ids, weights: reference(x, torch.where(ids < 0, last, ids), weights)
 
 
-def _without_repetition(reference: ReferenceLayer) -> _Layer:
+def _without_repetition(reference: ReferenceLayer) -> ReferenceFn:
     def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         earlier = torch.tril(ids[:, :, None] == ids[:, None, :], diagonal=-1).any(dim=-1)
         return reference(x, torch.where(earlier, -1, ids), weights)

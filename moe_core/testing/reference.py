@@ -44,6 +44,23 @@ def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class Slots:
+    """The `S` slots of a forward that have an expert.
+
+    Attributes:
+        source: The token of each.
+        experts: The expert of each.
+        weights: `[S, 1]` float64, what is made of the router weight.
+        tokens: `[S, H]` float64, the row of its token.
+    """
+
+    source: list[int]
+    experts: list[int]
+    weights: Tensor
+    tokens: Tensor
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class ReferenceLayer:
     """All experts of a layer, as float64 values.
 
@@ -75,33 +92,50 @@ class ReferenceLayer:
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """`[T, H]`, `[T, K]`, `[T, K]` -> float64 `[T, H]` on the CPU; a slot with a negative id adds nothing."""
-        tokens = hidden_states.detach().cpu().double()
-        output = torch.zeros_like(tokens)
-        # Token, expert and weight of every slot that has an expert, in the order of slots.
-        slots = [
+        slots = self.slots(hidden_states, topk_ids, topk_weights)
+        output = torch.zeros(hidden_states.shape, dtype=torch.float64)
+        if slots.source:
+            for token, row in zip(slots.source, self.finished(self.rows(slots), slots), strict=True):
+                output[token] += row
+        return output
+
+    def slots(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Slots:
+        """What is to be computed of a forward's `[T, H]`, `[T, K]`, `[T, K]`, in the order of slots."""
+        found = [
             (token, expert, self.weighting(weight))
             for token, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weights.tolist(), strict=True))
             for expert, weight in zip(ids, weights, strict=True)
             if expert >= 0
         ]
-        if slots:
-            source, experts, weights = map(list, zip(*slots, strict=True))
-            rows = self._slots(tokens[source], experts, torch.tensor(weights, dtype=torch.float64)[:, None])
-            for token, row in zip(source, rows, strict=True):
-                output[token] += row
-        return output
+        source, experts, weights = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+        return Slots(
+            source=source,
+            experts=experts,
+            weights=torch.tensor(weights, dtype=torch.float64)[:, None],
+            tokens=hidden_states.detach().cpu().double()[source],
+        )
 
-    def _slots(self, rows: Tensor, experts: list[int], weights: Tensor) -> Tensor:
-        """What each slot adds to its token: its token's row `[S, H]` -> `[S, H]`."""
-        rows = self.round1(rows * weights if self.weight_on_input else rows, experts)
-        h = _by_expert(rows, self.w13, self.b13, experts)
-        h = self.module(h) if self.module is not None else activate(h, self.activation)
-        out = _by_expert(self.round2(h, experts), self.w2, self.b2, experts)
-        out = out if self.post_norm is None else self.post_norm(out)
-        return out if self.weight_on_input else out * weights
+    def inputs(self, slots: Slots) -> Tensor:
+        """What the scheme rounds before the first GEMM, `[S, H]`."""
+        return slots.tokens * slots.weights if self.weight_on_input else slots.tokens
+
+    def activated(self, h: Tensor) -> Tensor:
+        """The result of the first GEMM `[S, 2I]` (or `[S, I]`) -> `[S, I]`."""
+        return self.module(h) if self.module is not None else activate(h, self.activation)
+
+    def rows(self, slots: Slots) -> Tensor:
+        """The result of the second GEMM, `[S, H]`."""
+        experts = slots.experts
+        h = by_expert(self.round1(self.inputs(slots), experts), self.w13, self.b13, experts)
+        return by_expert(self.round2(self.activated(h), experts), self.w2, self.b2, experts)
+
+    def finished(self, rows: Tensor, slots: Slots) -> Tensor:
+        """What each slot adds to its token, from its result of the second GEMM, `[S, H]`."""
+        out = rows if self.post_norm is None else self.post_norm(rows)
+        return out if self.weight_on_input else out * slots.weights
 
 
-def _by_expert(rows: Tensor, matrices: Tensor, biases: Tensor | None, experts: list[int]) -> Tensor:
+def by_expert(rows: Tensor, matrices: Tensor, biases: Tensor | None, experts: list[int]) -> Tensor:
     """Each row times its own expert's matrix, one at a time."""
     products = torch.stack([matrices[expert] @ row for row, expert in zip(rows, experts, strict=True)])
     return products if biases is None else products + biases[experts]

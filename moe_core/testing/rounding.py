@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 
+import attrs
 import torch
 from torch.nn import functional
 
@@ -19,17 +21,67 @@ from moe_core.testing.formats import (
 )
 from moe_core.testing.outcome import NotRun
 
-#: `([n, C], the expert of each row) -> [n, C]`.
-Rounder = Callable[[Tensor, Sequence[int]], Tensor]
-
 _E2M1_MAX = torch.tensor(E2M1_MAX)
 #: Largest code of each activation dtype, to which the largest value of a group is scaled.
 LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
 
 
-def unrounded(rows: Tensor, experts: Sequence[int]) -> Tensor:
-    """The `Rounder` of schemes that leave activations alone."""
-    return rows
+@attrs.frozen(eq=False)
+class Rounder:
+    """What a GEMM of one scheme sees of activations.
+
+    Attributes:
+        scheme: The scheme of the projection, None for activations that are left alone.
+        input_scale: `[E]`, the calibrated scale of each expert, for static schemes.
+    """
+
+    scheme: QuantScheme | None = None
+    input_scale: Tensor | None = None
+
+    def __call__(self, rows: Tensor, experts: Sequence[int]) -> Tensor:
+        """Rows `[n, C]` and the expert of each -> the values that the GEMM sees, `[n, C]`."""
+        if self.scheme is None:
+            return rows
+        groups, units = _grouped(rows, self.scheme), self._units(experts)
+        scale = _scale(groups.abs().amax(-1, keepdim=True), self.scheme, units)
+        return _values(groups, scale, self.scheme).flatten(1)[:, : rows.shape[1]]
+
+    def doubts(self, rows: Tensor, experts: Sequence[int], reach: Tensor) -> tuple[Tensor, Tensor]:
+        """How far down and up each rounded value `[n, C]` may move if the one before is off by up to `reach [n, C]`.
+
+        Zero for most: only values near the middle between two codes, and groups whose scale is nearly another, come out
+        otherwise. Values that are not rounded to codes have no doubts: they move with what is before them.
+        """
+        if self.scheme is None:
+            return torch.zeros_like(rows), torch.zeros_like(rows)
+        scheme, units = self.scheme, self._units(experts)
+        groups, reaches = _grouped(rows, scheme), _grouped(reach, scheme)
+        largest = groups.abs().amax(-1, keepdim=True)
+        most, least = ((groups.abs() + sign * reaches).clamp(min=0).amax(-1, keepdim=True) for sign in (1, -1))
+        scales = [_scale(values, scheme, units) for values in (largest, least, most)]
+        right = _values(groups, scales[0], scheme)
+        if scheme.activation_scale == "fp32" and scheme.activation_scaling == "dynamic":
+            # Such a scale follows its group, and moves every value against its code a little.
+            reaches = reaches + groups.abs() * ((most - least) / 2 / torch.where(largest == 0, 1.0, largest))
+            scales = scales[:1]
+        moves = torch.stack(
+            [
+                _values(groups + sign * reaches, scale, scheme) - right
+                for scale, sign in itertools.product(scales, (-1, 0, 1))
+            ]
+        )
+        width = rows.shape[1]
+        return moves.amin(0).flatten(1)[:, :width], moves.amax(0).flatten(1)[:, :width]
+
+    def _units(self, experts: Sequence[int]) -> Tensor:
+        """`[n, 1, 1]`, or one for all."""
+        if self.input_scale is None:
+            return torch.ones(1, 1, 1, dtype=torch.float64)
+        return self.input_scale.double()[list(experts)].view(-1, 1, 1)
+
+
+#: The rounder of schemes that leave activations alone.
+unrounded = Rounder()
 
 
 def activation_rounder(scheme: QuantScheme, input_scale: Tensor | None) -> Rounder:
@@ -46,30 +98,26 @@ def activation_rounder(scheme: QuantScheme, input_scale: Tensor | None) -> Round
         return unrounded
     if scheme.scales_by_batch:
         raise NotRun(f"{scheme}: one activation scale per call depends on how a backend splits the batch")
-    factors = torch.ones(1) if input_scale is None else input_scale
-
-    def rounder(rows: Tensor, experts: Sequence[int]) -> Tensor:
-        units = factors.double()[list(experts)] if input_scale is not None else factors.double()
-        return _round(rows, scheme, units.view(-1, 1, 1))
-
-    return rounder
+    return Rounder(scheme, input_scale)
 
 
-def _round(rows: Tensor, scheme: QuantScheme, units: Tensor) -> Tensor:
-    width = rows.shape[1]
-    size = scheme.activation_group
+def _grouped(rows: Tensor, scheme: QuantScheme) -> Tensor:
+    """`[n, C]` -> `[n, groups, values of one scale]`; the last group of a row may be shorter, and is filled up."""
+    width, size = rows.shape[1], scheme.activation_group
     group = width if size in (WHOLE, PER_TENSOR) else int(size)
-    # The last group of a row may be shorter.
     padded = functional.pad(rows, (0, -width % group))
-    groups = padded.view(len(rows), padded.shape[1] // group, group)
-    scale = _scale(groups, scheme, units)
-    codes = _codes(groups / torch.where(scale == 0, 1.0, scale), scheme.activation_dtype)
-    return (codes * scale).flatten(1)[:, :width]
+    return padded.view(len(rows), padded.shape[1] // group, group)
 
 
-def _scale(groups: Tensor, scheme: QuantScheme, units: Tensor) -> Tensor:
-    """One scale per group, `[n, groups, 1]`; a static scale alone, or as the unit `[n, 1, 1]` of block scales."""
-    largest = groups.abs().amax(-1, keepdim=True)
+def _values(groups: Tensor, scale: Tensor, scheme: QuantScheme) -> Tensor:
+    return _codes(groups / torch.where(scale == 0, 1.0, scale), scheme.activation_dtype) * scale
+
+
+def _scale(largest: Tensor, scheme: QuantScheme, units: Tensor) -> Tensor:
+    """One scale per group from its largest value `[n, groups, 1]`.
+
+    A static scale stands alone, or is the unit `[n, 1, 1]` of block scales.
+    """
     if scheme.activation_scaling == "static" and scheme.activation_scale != "e4m3":
         return units.expand_as(largest)
     scale = (largest / LARGEST[scheme.activation_dtype]).float().double()

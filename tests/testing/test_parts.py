@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import os
+import time
 import types
+from unittest import mock
 
 import attrs
 import pytest
@@ -13,14 +15,16 @@ import torch
 import toy_backend as toy
 from fakes import dispatcher, runner
 
-from moe_core import LayerRequest
+from moe_core import ExpertGroup, LayerRequest
 from moe_core.activation import SWIGLU_OAI, ActivationPattern, ActivationSpec
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import load_environment
+from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, NVFP4, SCHEMES, LayerQuant, QuantScheme
 from moe_core.specs import Limit
 from moe_core.testing import BackendConformance, Case, ConformanceError, Kit, NotRun, formats
 from moe_core.testing.cells import activations_of, cells_of, schemes_of
+from moe_core.testing.checks.ranks import why_untried
 from moe_core.testing.compare import problem_of, relative_error, require_answer, require_apart
 from moe_core.testing.memory import PoisonedMemory, State
 from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED
@@ -270,6 +274,32 @@ def test_another_machines_cells_are_not_run_and_say_why() -> None:
     assert row.text == "device: needs cuda, found cpu; arch: needs sm90, found no device generation (10 cells)"
 
 
+@pytest.mark.parametrize("sizes", [(16,), (5, 8), (4, 16)])
+def test_what_no_check_can_start_is_not_run_and_says_so(sizes: tuple[int, ...]) -> None:
+    # The toy's dispatcher takes tokens that every rank has.
+    parts = toy.Parts(format="contiguous", runner={"limits": (Limit("ep_size", "in", sizes),)})
+    kit = Kit(toy.make_plugin("toy", parts), device="cpu", quick=True)
+    (result,) = (case.run() for case in kit.cases() if " + " in case.subject)
+    assert result.status == NOT_RUN
+    assert result.text.startswith("the kit starts one rank, or 2, 3 or 4 with tokens of their own: it takes neither (")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placement", "is_tried"),
+    [
+        ((1, 16), "replicated", True),
+        ((16,), "distributed", False),
+        ((4, 16), "distributed", True),
+        ((4, 16), "replicated", False),
+    ],
+)
+def test_what_the_kit_can_start(sizes: tuple[int, ...], placement: str, is_tried: bool) -> None:
+    limits = (Limit("ep_size", "in", sizes),)
+    sender = dispatcher(format="contiguous", token_placements=(placement,), limits=limits)
+    pair = Candidate(DeclaredDispatcher("toy", sender), DeclaredRunner("toy", runner(format="contiguous")))
+    assert (why_untried(pair) == "") == is_tried
+
+
 def test_a_described_machine_runs_what_is_emulated_here() -> None:
     parts = toy.Parts(runner={"devices": ("cuda",), "archs": ("sm90",)})
     kit = Kit(toy.make_plugin("toy", parts), environment=load_environment("h100"), device="cpu", quick=True)
@@ -332,6 +362,21 @@ def test_a_plugin_that_cannot_be_registered() -> None:
         Kit(module)
 
 
+@pytest.mark.error_path
+@pytest.mark.parametrize("name", ["plan", "request", "training", "_bound"])
+def test_a_tensor_named_like_an_attribute_of_the_layer_fails(name: str) -> None:
+    def prepare(weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+        prepared = toy.prepare(weights, out)
+        prepared.tensors.setdefault(name, PreparedTensor(data=torch.zeros(1), expert_axis=None))
+        return prepared
+
+    module = toy.make_plugin("toy", toy.Parts(prepare=prepare))
+    cases = Kit(module, device="cpu", quick=True).cases()
+    results = [case.run() for case in cases if case.check == "prepared_form"]
+    assert {result.status for result in results} == {FAILED}
+    assert all(f"which has {name} itself" in result.text for result in results)
+
+
 def test_poison_and_state() -> None:
     with PoisonedMemory():  # type: ignore[no-untyped-call]
         assert torch.empty(2).isnan().all()
@@ -362,3 +407,14 @@ def test_jobs_on_ranks() -> None:
     (error,) = run_on_ranks(_mean, [("text",)])
     assert isinstance(error, RankError)
     assert "too many dimensions" in error.text
+
+
+def _left_alone(group: ExpertGroup, seconds: float) -> int:
+    """As if the others came later than a rank waits for them in the end."""
+    torch.distributed.barrier = mock.Mock(side_effect=torch.distributed.DistBackendError("Timed out"))
+    time.sleep(seconds)
+    return group.rank
+
+
+def test_a_rank_that_has_answered_does_not_answer_again() -> None:
+    assert run_on_ranks(_left_alone, [(1.0,), (0.0,)]) == [0, 1]

@@ -9,7 +9,7 @@ import torch
 
 from moe_core.payloads import TORCH_DTYPES
 from moe_core.testing.bench import Bench
-from moe_core.testing.compare import APART, Tokens, problem_of, relative_error, require_apart
+from moe_core.testing.compare import APART, Tokens, error_of, problem_with, require_apart
 from moe_core.testing.outcome import NotRun, require
 from moe_core.testing.rounding import LARGEST, unrounded
 from moe_core.testing.stored import StoredLayer
@@ -97,11 +97,11 @@ def check_activation_rounding(bench: Bench) -> None:
     tokens = (hidden, ids, weights)
     stored = _without_channels(bench.drawn(0, one_input_scale=True), width, packed=scheme.weight_bits == 4)
     exact = attrs.evolve(stored.reference, round1=unrounded)
-    distance = relative_error(exact(*tokens), stored.reference(*tokens))
+    distance = error_of(exact(*tokens), stored.reference, tokens, bench.tolerance)
     proves = f"this check proves nothing here: rounded and exact activations are {distance:.2g} apart"
     require(distance > APART * bench.tolerance, proves)
     output = bench.run(tokens, bench.bind(bench.prepare(bench.raw(stored))))
-    looks_exact = problem_of(output, exact(*tokens), bench.tolerance) is None
+    looks_exact = problem_with(output, exact, tokens, bench.tolerance) is None
     require(not looks_exact, f"activations are not rounded to {scheme.activation_dtype}, as {scheme} says they are")
     bench.require(tokens, "activations beside an outlier", output, stored)
 
@@ -116,8 +116,11 @@ def check_activation_scales(bench: Bench) -> None:
 
 
 def _outlier(dtype: str) -> float:
-    """A power of two beside which values of size `_SMALL` are about half a step of the format."""
-    return 2.0 ** math.floor(math.log2(LARGEST[dtype] / _SMALLEST_STEP[dtype] * _SMALL / 0.6))
+    """A value beside which those of size `_SMALL` are about a step of the format.
+
+    No power of two: a power of two as scale may then be either of two, and all codes of the group with it.
+    """
+    return 0.75 * 2.0 ** math.floor(math.log2(LARGEST[dtype] / _SMALLEST_STEP[dtype] * _SMALL / 0.6))
 
 
 def _without_channels(stored: StoredLayer, width: int, packed: bool) -> StoredLayer:

@@ -19,7 +19,7 @@ from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import Cell, cells_of
 from moe_core.testing.checks.shares import placement_with_copies
-from moe_core.testing.compare import problem_of
+from moe_core.testing.compare import problem_with
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.pairs import serves_one_rank
 from moe_core.testing.ranks import RankError, run_on_ranks
@@ -48,6 +48,15 @@ def _placements(pair: Candidate) -> tuple[str, ...]:
 def takes_distributed_tokens(pair: Candidate) -> bool:
     """Whether each rank may bring its own tokens."""
     return group_size(pair) is not None and "distributed" in _placements(pair)
+
+
+def why_untried(pair: Candidate) -> str:
+    """Why no check can run this pair on any machine, "" if one can."""
+    if serves_one_rank(pair) or takes_distributed_tokens(pair):
+        return ""
+    *sizes, last = map(str, sorted(GROUP_SIZES))
+    several = f"{', '.join(sizes)} or {last} with tokens of their own"
+    return f"the kit starts one rank, or {several}: it takes neither"
 
 
 def takes_replicated_tokens(pair: Candidate) -> bool:
@@ -118,7 +127,7 @@ def _transport(device: str) -> str:
 def _compare(bench: Bench, rank: int, size: int, output: Any) -> None:
     tokens = bench.tokens(_RAGGED[rank], seed=rank)
     where = f"{bench.cell}, {bench.request.placement.kind} experts: rank {rank} of {size}, {_RAGGED[rank]} tokens"
-    problem = problem_of(torch.from_numpy(output), bench.stored.reference(*tokens), bench.tolerance)
+    problem = problem_with(torch.from_numpy(output), bench.stored.reference, tokens, bench.tolerance)
     require(problem is None, f"{where}: {problem}")
 
 

@@ -135,6 +135,21 @@ def claiming(weights: Any, out: Any) -> Any:
     return PreparedWeights(layout=LAYOUT, tensors=tensors, activation=weights.activation, post_norm=weights.post_norm)
 
 
+def misnaming(weights: Any, out: Any) -> Any:
+    """Calls a tensor like an attribute of the layer that is to hold it."""
+    prepared = toy.prepare(weights, out)
+    prepared.tensors.setdefault("plan", PreparedTensor(data=torch.zeros(1), expert_axis=None))
+    return prepared
+
+
+def moving(weights: Any, out: Any) -> Any:
+    """A reload makes a tensor anew."""
+    prepared = toy.prepare(weights, out)
+    if out is not None:
+        out.tensors["w2"].data = out["w2"].clone()
+    return prepared
+
+
 def consuming(weights: Any, out: Any) -> Any:
     prepared = toy.prepare(weights, out)
     weights.tensors["w13"].zero_()
@@ -312,10 +327,14 @@ FAKES = {
     ),
     "trusts_ids": Fake("bad_ids", "is taken without an error", _format("contiguous", dispatch=trusting_dispatch)),
     "claims_raw_memory": Fake("prepared_form", "yet owned=True", _format("standard", prepare=claiming)),
+    "names_a_tensor_plan": Fake(
+        "prepared_form", "attributes of MoELayer, which has plan itself", _format("standard", prepare=misnaming)
+    ),
     "consumes_raw_weights": Fake(
         "raw_weights", "raw tensors w13 were written to", _format("standard", prepare=consuming)
     ),
     "forgets_w2": Fake("reload", "w2 are not what a fresh load gives", _format("standard", prepare=forgetful)),
+    "moves_w2": Fake("reload", "w2 has other memory", _format("standard", prepare=moving)),
     "hides_an_expert_axis": Fake("rebalancing", "changed places", _format("standard", prepare=unlisted)),
     "releases_early": Fake("released_memory", "released had been overwritten", _format("standard", prepare=hasty)),
     "never_releases": Fake("released_memory", "keeps the raw memory of experts", _format("standard", prepare=hoarding)),
