@@ -2,9 +2,10 @@
 
 Run: python -m torch.distributed.run --nproc-per-node 2 benchmarks/bench_ep.py [--only checks|times]
 
-Without GPUs only the checks run, over the emulated libraries of the plugin's tests (put `plugins/cuda_deepgemm` and its
-`tests/support` into PYTHONPATH). Times are those of the slower rank. What needs no host is timed by replays of a CUDA
-graph of several calls, the rest by a clock around several calls.
+Times are those of the slower rank. What needs no host is timed by replays of a CUDA graph of several calls, the rest by
+a clock around several calls. Without GPUs all but captures can be tried out on a small layer, over the emulated
+libraries of the plugin's tests: put `plugins/cuda_deepgemm` and its `tests/support` into PYTHONPATH, and for the times
+the folder of the vendor's `deep_ep` into MOE_PLUGIN_DEEPEP_VENDOR.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import ep_checks
-from ep_ranks import DECODE, DEVICE, ON_GPU, PREFILL, TIMED, Bench, small
-from ep_sweep import low_latency_variants, sweep_normal
+from ep_ranks import DECODE, DEVICE, FEW_TOKENS, MANY_TOKENS, ON_GPU, PREFILL, TIMED, Bench, small
+from ep_sweep import low_latency_variants, normal_variants, sweep_normal
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, low_latency_geometry, normal_configs, normal_geometry
 
 from moe_core import LayerRequest, MoELayer
@@ -89,10 +90,11 @@ def time_low_latency(bench: Bench, layer: MoELayer) -> None:
     route = next(route for route in layer.plan.routes if route.phase == "decode")
     bound = next(b for b in layer._bound.routes if b.route.phase == "decode")
     geometry = low_latency_geometry(layer.plan, route, TIMED["num_experts"])
-    shared = BUFFERS.get(bench.group, geometry)
+    # Held while calls use it.
+    shared = BUFFERS.get(bench.group.require_process_group("the benchmark"), geometry)
     buffer, capacity = shared.buffer, geometry.capacity
     w13, w2 = layer._bound.weights["w13"], layer._bound.weights["w2"]
-    for count in (1, 16, 64, 128):
+    for count in FEW_TOKENS:
         hidden, ids, weights = routed(bench, count)
         share = TIMED["num_experts"] // bench.group.size
         rows = torch.zeros(share, 2 * capacity, TIMED["hidden_size"], dtype=torch.bfloat16, device=DEVICE)
@@ -165,27 +167,11 @@ def time_low_latency(bench: Bench, layer: MoELayer) -> None:
 def time_normal(bench: Bench, layer: MoELayer) -> None:
     """Dispatch and combine in prefill: the host waits for counts, so that nothing is captured."""
     bound = next(b for b in layer._bound.routes if b.route.phase == "prefill")
-    shared = BUFFERS.get(bench.group, normal_geometry(layer.plan))
+    shared = BUFFERS.get(bench.group.require_process_group("the benchmark"), normal_geometry(layer.plan))
     buffer = shared.buffer
     to, fro = normal_configs(bench.group.size)
-    for count in (1024, 4096):
+    for count in MANY_TOKENS:
         hidden, ids, weights = routed(bench, count)
-
-        def bare(hidden: Any = hidden, ids: Any = ids, weights: Any = weights) -> Any:
-            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-                topk_idx=ids, num_experts=TIMED["num_experts"]
-            )
-            rows, _, _, _, handle, _ = buffer.dispatch(
-                x=hidden,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
-                topk_idx=ids,
-                topk_weights=weights,
-                expert_alignment=128,
-                config=to,
-            )
-            return buffer.combine(x=rows, handle=handle, config=fro)[0]
 
         def ours(hidden: Any = hidden, ids: Any = ids, weights: Any = weights) -> Any:
             tokens, handle = bound.dispatch(hidden, ids, weights)
@@ -196,10 +182,11 @@ def time_normal(bench: Bench, layer: MoELayer) -> None:
 
         found = {
             "ours, grouped by expert": bench.time(ours, capture=False),
-            "bare": bench.time(bare, capture=False),
             "2x NCCL": bench.time(copies_exchange(bench, hidden, ids, per_rank=True), capture=False),
             "layer": bench.time(layer_call, capture=False),
         }
+        variants = normal_variants(buffer, (hidden, ids, weights), to, fro)
+        found |= {name: bench.time(call, capture=False) for name, call in variants.items()}
         bench.say(f"dispatch + combine, normal, {count} tokens, eager: {_us(found)}")
 
 
@@ -210,12 +197,12 @@ def _us(found: dict[str, float]) -> str:
 def main() -> None:
     """Checks that cannot hurt others first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--only", choices=("checks", "times"), help="the other half is left out")
     only = parser.parse_args().only
     if not ON_GPU:
-        import deepep_layers
+        import ep_emulated
 
-        deepep_layers.install()
+        ep_emulated.install()
     bench = Bench()
     bench.say(f"torch {torch.__version__}, {attrs.asdict(bench.environment)}")
     # As long as one low-latency buffer is there, NVSHMEM stays initialised; the last check does without.
@@ -223,7 +210,7 @@ def main() -> None:
     if only != "times":
         for check in ep_checks.CHECKS:
             bench.run(check)
-    if ON_GPU and only != "checks":
+    if only != "checks":
         layer = timed_layer(bench)
         bench.run(time_low_latency, layer)
         bench.run(time_normal, layer)

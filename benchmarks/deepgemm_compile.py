@@ -108,10 +108,13 @@ def _unwritten(sizes: tuple[int, ...], dtype: str, names: Sequence[str] = ("w13"
 
 
 def compile_layer(index: int, dtype: str, what: str) -> None:
-    """Meet every size of one layer that will be timed, in the kernels of one library: `deep_gemm` or `triton`."""
+    """Meet every size of one layer that will be timed.
+
+    What is met is the kernels of one library: `deep_gemm`, the same at the last size only (`deep_gemm_last`), `triton`.
+    """
     start, sizes = time.monotonic(), LAYERS[index]
     counts = COUNTS if what == "deep_gemm" else COUNTS[-1:]
-    done = (_compile_deep_gemm if what == "deep_gemm" else _compile_triton)(sizes, dtype, counts)
+    done = (_compile_triton if what == "triton" else _compile_deep_gemm)(sizes, dtype, counts)
     print(f"{done} kernels and sizes in {time.monotonic() - start:.0f} s")
 
 
@@ -171,8 +174,8 @@ class Work:
     gigabytes: float
 
     @classmethod
-    def compiling(cls, dtypes: Sequence[str]) -> list[Work]:
-        """Everything that is to be compiled; what takes longest or least memory first."""
+    def compiling(cls, dtypes: Sequence[str], library: str) -> list[Work]:
+        """Everything that is to be compiled, with what of DeepGEMM; what takes longest or least memory first."""
         found = []
         for index, sizes in enumerate(LAYERS):
             experts, top_k, hidden, inner = sizes
@@ -181,7 +184,7 @@ class Work:
             for dtype in dtypes:
                 layer = experts * 3 * hidden * inner * (1 if dtype == "fp8" else 2) / 1e9
                 found.append(cls(("compile", str(index), dtype, "triton"), layer + passes))
-                found.append(cls(("compile", str(index), dtype, "deep_gemm"), layer * 2 / 3 + passes))
+                found.append(cls(("compile", str(index), dtype, library), layer * 2 / 3 + passes))
         return sorted(found, key=lambda work: ("triton" in work.arguments, work.gigabytes))
 
     @staticmethod

@@ -27,11 +27,17 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 #: A check that takes longer hangs.
 SECONDS = 120
-#: Calls in a sample, and samples.
-CALLS, SAMPLES = 20, 9
+#: Calls in a sample, and samples; of the many settings of a sweep.
+CALLS, SAMPLES = (20, 9) if ON_GPU else (1, 1)
+SWEEP_CALLS, SWEEP_SAMPLES = (8, 5) if ON_GPU else (1, 1)
 DECODE, PREFILL = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU), Workload(phase="prefill")
 #: Sizes of the layer that is timed: those of a large model's layer on two ranks.
 TIMED = {"num_experts": 64, "top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
+#: Tokens per rank in decode, and in prefill.
+FEW_TOKENS, MANY_TOKENS = (1, 16, 64, 128), (1024, 4096)
+if not ON_GPU:
+    TIMED = {"num_experts": 4, "top_k": 2, "hidden_size": 2048, "intermediate_size": 128}
+    FEW_TOKENS, MANY_TOKENS = (1, 16), (24,)
 #: Of the whole output, against float64: see the tests of the plugin.
 TOLERANCE = {"bf16": 1e-2, "fp8": 5e-2}
 

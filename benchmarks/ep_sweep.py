@@ -9,7 +9,11 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from ep_ranks import TIMED, Bench
+from ep_ranks import DEVICE, MANY_TOKENS, SWEEP_CALLS, SWEEP_SAMPLES, TIMED, Bench
+
+from moe_core.kernels import ops
+from moe_core.specs import TokenDtype
+from moe_core.tuning.timing import synchronize
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 #: Multiprocessors; tokens of a chunk that dispatch sends, and that combine sends; and of one that is received.
@@ -32,12 +36,19 @@ class Normal:
         """What dispatch has to know about the ids."""
         return self.buffer.get_dispatch_layout(topk_idx=self.tokens[1], num_experts=TIMED["num_experts"])
 
-    def dispatch(self, config: Any, most: int = 0) -> tuple[torch.Tensor, Any]:
-        """Received rows and the handle; `most` are the rows to make room for without counting."""
+    def dispatch(self, config: Any, most: int = 0, layout: Any = None, codes: Any = None) -> tuple[Any, Any]:
+        """Received rows and the handle.
+
+        Args:
+            config: Multiprocessors and chunks.
+            most: Rows to make room for without counting; 0 to count them.
+            layout: What `layout` gave for these ids; None to find it.
+            codes: Tokens in fp8 with their scales; None for the tokens as they are.
+        """
         hidden, ids, weights = self.tokens
-        per_rank, _, per_expert, in_rank, _ = self.layout()
+        per_rank, _, per_expert, in_rank, _ = self.layout() if layout is None else layout
         found = self.buffer.dispatch(
-            x=hidden,
+            x=hidden if codes is None else codes,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
@@ -62,6 +73,22 @@ class Normal:
         return self.combine(*self.dispatch(to, most), fro)
 
 
+def normal_variants(buffer: Any, tokens: Tokens, to: Any, fro: Any) -> dict[str, Callable[[], Any]]:
+    """What of dispatch and combine in normal mode takes how long, and tokens in fp8."""
+    normal = Normal(buffer, tokens)
+    codes, layout = ops.quantize(tokens[0], TokenDtype("fp8", "row_128")), normal.layout()
+    rows, handle = normal.dispatch(to)
+    return {
+        "bare": lambda: normal.there_and_back(to, fro),
+        "layout alone": normal.layout,
+        "bare, layout known": lambda: normal.combine(*normal.dispatch(to, layout=layout), fro),
+        "bare, counts known": lambda: normal.combine(normal.dispatch_again(handle, to)[0], handle, fro),
+        "dispatch alone, counts known": lambda: normal.dispatch_again(handle, to),
+        "combine alone": lambda: normal.combine(rows, handle, fro),
+        "bare, fp8 there": lambda: normal.combine(rows, normal.dispatch(to, codes=codes)[1], fro),
+    }
+
+
 def sweep_normal(bench: Bench, routed: Callable[[Bench, int], Tokens]) -> None:
     """Dispatch and combine apart under all settings, and both with those of the smallest sum."""
     from deep_ep import Buffer, Config
@@ -69,14 +96,14 @@ def sweep_normal(bench: Bench, routed: Callable[[Bench, int], Tokens]) -> None:
     largest = Config(max(SMS), max(SENT), max(RECEIVED))
     num_bytes = largest.get_nvl_buffer_size_hint(2 * TIMED["hidden_size"], bench.group.size)
     buffer = Buffer(group=bench.group.process_group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
-    for count in (4096, 1024):
+    for count in reversed(MANY_TOKENS):
         normal = Normal(buffer, routed(bench, count))
         _, to, fro = min(_setting(bench, normal, *setting) for setting in itertools.product(SMS, RECEIVED))
         configs, most = (Config(*to), Config(*fro)), bench.group.size * count
         _say(bench, f"normal mode, {count} tokens, {to} {fro}", normal.layout)
         _say(bench, "  the host waits for counts", lambda: normal.there_and_back(*configs))  # noqa: B023
         _say(bench, "  with room for the most", lambda: normal.there_and_back(*configs, most))  # noqa: B023
-    torch.cuda.synchronize()
+    synchronize(DEVICE)
     dist.barrier()
     buffer.destroy()
 
@@ -101,7 +128,7 @@ def _setting(bench: Bench, normal: Normal, sms: int, received: int) -> tuple[flo
 
 
 def _time(bench: Bench, call: Callable[[], Any], *, capture: bool = False) -> float:
-    return bench.time(call, capture=capture, calls=8, samples=5)
+    return bench.time(call, capture=capture, calls=SWEEP_CALLS, samples=SWEEP_SAMPLES)
 
 
 def _say(bench: Bench, name: str, call: Callable[[], Any]) -> None:

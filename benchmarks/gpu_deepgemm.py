@@ -1,7 +1,8 @@
 """Runner deep_gemm on one NVIDIA GPU: the conformance kit on the real kernels, then times of whole layers.
 
-Run: PYTHONPATH=.:plugins/cuda_deepgemm:SITE python benchmarks/gpu_deepgemm.py [--no-kit] [bf16|fp8]  (SITE: deep_gemm)
+Run: PYTHONPATH=.:plugins/cuda_deepgemm:SITE python benchmarks/gpu_deepgemm.py [OPTIONS] [bf16|fp8]  (SITE: deep_gemm)
 
+`--no-kit` leaves the kit out, `--no-forms` the GEMMs alone at other numbers of tokens and told about groups otherwise.
 Kernels are compiled first, by processes side by side: those of the kit, and for each layer those of DeepGEMM and of
 Triton. Their caches on disk (`DG_JIT_CACHE_DIR`, `TRITON_CACHE_DIR`) are what the times start from, and those of a
 `moe-core tune` of the same layers and token counts afterwards. A time is that of replayed CUDA graphs of a whole layer,
@@ -16,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,15 @@ Arguments = tuple[Tensor, Tensor, Tensor]
 
 
 def moved_bytes(request: LayerRequest, num_tokens: int) -> dict[str, int]:
-    """Bytes that a layer's passes around its GEMMs read and write, scales of 128 channels included."""
+    """Bytes that a layer's passes around its GEMMs read and write, scales of 128 channels included.
+
+    Tokens are rounded while they are permuted.
+    """
     rows, hidden, inner = num_tokens * request.top_k, request.hidden_size, request.intermediate_size
     floats = 2.0
     codes = 1 + 4 / 128 if request.quant.is_quantized else floats
-    rounding = num_tokens * hidden * (floats + codes) if request.quant.is_quantized else 0
     return {
-        "permute": int(rounding + (num_tokens + rows) * hidden * codes),
+        "permute": int((num_tokens * floats + rows * codes) * hidden),
         "activation": int(rows * inner * (2 * floats + codes)),
         "combine": int((rows + num_tokens) * hidden * floats),
     }
@@ -141,8 +144,8 @@ def time_forms(layer: MoELayer, request: LayerRequest, num_tokens: int) -> dict[
     return {form: round(timing.microseconds, 1) for form, timing in times.items()}
 
 
-def measure(sizes: tuple[int, ...], dtype: str, bytes_per_us: float) -> dict[str, Any]:
-    """The row of one layer."""
+def measure(sizes: tuple[int, ...], dtype: str, bytes_per_us: float, counts: Sequence[int]) -> dict[str, Any]:
+    """The row of one layer; GEMMs alone at `counts` tokens."""
     request = request_of(sizes, dtype)
     weights, batches = random_weights(request, DEVICE), Batches.random(request, TOKENS, DEVICE)
     reference = Reference(request, weights, batches.one(0))
@@ -152,7 +155,7 @@ def measure(sizes: tuple[int, ...], dtype: str, bytes_per_us: float) -> dict[str
             continue
         layer = layer_of(request, weights, TOKENS, runner)
         if name == "deep_gemm":
-            forms = {count: time_forms(layer, request, count) for count in COUNTS}
+            forms = {count: time_forms(layer, request, count) for count in counts}
         errors[name] = [reference.error(layer(*batches.one(0)))]
         ready[name] = prepare(batches.calls(layer), DEVICE)
         ready[name].sample()
@@ -220,14 +223,15 @@ def main() -> None:
         print({name: known if known is None else sorted(known) for name, known in told.items()})
     dtypes = [dtype for dtype in SCHEMES if dtype in sys.argv] or list(SCHEMES)
     kits = [] if "--no-kit" in sys.argv else [Work(("kit", runner), gigabytes=1) for runner in RUNNERS]
-    Work.run_all([*Work.compiling(dtypes), *kits])
+    counts = COUNTS[:0] if "--no-forms" in sys.argv else COUNTS
+    Work.run_all([*Work.compiling(dtypes, "deep_gemm" if counts else "deep_gemm_last"), *kits])
     print(f"checked and compiled after {time.monotonic() - start:.0f} s", flush=True)
     ceilings = measure_ceilings(DEVICE, ())
     print(f"bandwidth {ceilings}", flush=True)
     for sizes in LAYERS:
         for dtype in dtypes:
             release_memory(DEVICE)
-            print(json.dumps(measure(sizes, dtype, ceilings.bytes_per_us)), flush=True)
+            print(json.dumps(measure(sizes, dtype, ceilings.bytes_per_us, counts)), flush=True)
     name = torch.cuda.get_device_name() if ON_GPU else "CPU, emulated"
     print(f"{name}, torch {torch.__version__}, triton {version('triton')}, deep_gemm {library.__version__}")
     print(f"{time.monotonic() - start:.0f} s")
