@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moe_core.errors import PluginError
 from moe_core.hookspecs import hookimpl
+from moe_core.layout_modules import layout_module
 from moe_core.specs import PluginSpec
 from moe_plugin_ascend import deepep_specs, fuseep_specs, local_specs, runner_specs, variables
 from moe_plugin_ascend.machine import GENERATIONS, TORCH_NPU
@@ -37,18 +36,11 @@ def declare_backends() -> PluginSpec:
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """Lay out a layer's weights as the operators of the plan's runner read them."""
-    return _module(plan).prepare(plan, weights, out)  # type: ignore[no-any-return]
+    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)  # type: ignore[no-any-return]
 
 
 @hookimpl
 def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> ExpertsFn | FusedFn:
     """Bind the experts of one route; only a fused one communicates."""
     arguments = (plan, route, weights) if route.dispatcher else (plan, route, weights, group)
-    return _module(plan).bind(*arguments)  # type: ignore[no-any-return]
-
-
-def _module(plan: MoEPlan) -> Any:
-    if plan.weight_layout not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise PluginError(f"ascend_npu makes the weight layouts {known}; the plan asks for {plan.weight_layout!r}")
-    return importlib.import_module(LAYOUTS[plan.weight_layout])
+    return layout_module(LAYOUTS, plan.weight_layout).bind(*arguments)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 One kernel for each kind of stored weights, and each in two layouts: in the tiles that the matrix unit reads
 (FRACTAL_NZ) where both matrices are whole tiles, and plain (`_nd`) where they are not. A decision that falls back to
-the plain layout says so: the limits of the tiled kernel are among its reasons.
+the plain layout notes for which kernel it stands in, and the limit that was missed.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def _plain(runner: RunnerSpec) -> RunnerSpec:
         kernel=f"{runner.kernel}_nd",
         weight_layout=f"ascend_{runner.kernel}_nd",
         limits=(*_GEMM_LIMITS, *words),
+        stands_in_for=runner.short_name,
     )
 
 

@@ -107,3 +107,16 @@ def test_one_mode_refuses_the_weights_of_the_other(mode: int, other: int) -> Non
     wanted = f"reads weight layout 'ascend_fuseep_{other}', these weights are 'ascend_fuseep_{mode}'"
     with pytest.raises(PluginError, match=wanted):
         manager().bind_experts(plan, plan.routes[0], made, ExpertGroup(size=2))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(("mode", "other"), [(1, 2), (2, 1)])
+def test_one_mode_does_not_refill_the_weights_of_the_other(mode: int, other: int) -> None:
+    _, raw, made = prepared(mode)
+    before = {name: tensor.data.clone() for name, tensor in made.tensors.items()}
+    plan, _ = make_plan(manager(), request(other), A3)
+    wanted = f"layout 'ascend_fuseep_{other}' cannot refill weights in 'ascend_fuseep_{mode}'; nothing was written"
+    with pytest.raises(PluginError, match=wanted):
+        manager().process_weights(plan, raw, made)
+    if not all(torch.equal(made[name], tensor) for name, tensor in before.items()):
+        raise AssertionError("something was written")

@@ -96,13 +96,18 @@ TILES = [(BF16, 16, 1), (W8A8_INT8, 32, 1), (W4A8_INT8, 64, 8), (W4A4_INT4, 64, 
 def test_what_is_no_whole_tile_goes_to_the_plain_layout_and_says_so(
     quant: Any, tile: int, word: int, field: str
 ) -> None:
-    tiled = resolve(quant=quant, **{field: 3 * tile})[0]
+    tiled, _, decision = resolve(quant=quant, **{field: 3 * tile})
     assert not tiled.endswith("_nd")
-    plain, _, decision = resolve(quant=quant, **{field: 3 * tile - max(word, 2)})
+    assert decision.workloads[0].notes == ()
+    size = 3 * tile - max(word, 2)
+    # It changes no number, so that nothing is refused under `strict`.
+    plain, _, decision = resolve(quant=quant, strict=True, **{field: size})
     assert plain == f"{tiled}_nd"
-    # Said in the decision, with what runs instead.
+    found = f"needs {field} multiple_of {tile}, found {field} {size}"
+    assert decision.workloads[0].notes == (f"ascend_npu:{plain} stands in for {tiled}: {found}",)
+    # With what runs instead, for whoever asked for the other.
     (reason,) = decision.reasons_of(f"ascend_npu:{tiled}")
-    assert str(reason).startswith(f"limit: needs {field} multiple_of {tile}, found {field} ")
+    assert str(reason).startswith(f"limit: {found}; ")
     assert reason.hint == f"{plain} reads weights that are no whole tiles"
     assert str(reason) in decision.explain()
 

@@ -21,7 +21,7 @@ from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 from moe_core.request import LayerRequest
-from moe_core.testing.compare import relative_error
+from moe_core.testing.compare import error_of
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
@@ -33,7 +33,7 @@ _INT4 = (W4A8_INT8, W4A4_INT4)
 _ALL = (BF16, W8A8_INT8, *_INT4)
 
 
-def error_of(scheme: QuantScheme) -> tuple[float, float]:
+def error_and_limit(scheme: QuantScheme) -> tuple[float, float]:
     """Relative error of a layer on the emulated operators, and what rounding explains."""
     manager = BackendManager()
     manager.register("torch", torch_plugin)
@@ -54,8 +54,9 @@ def error_of(scheme: QuantScheme) -> tuple[float, float]:
     hidden = torch.randn(17, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.rand(17, 4, generator=generator).topk(2, dim=1).indices
     router = torch.rand(17, 2, generator=generator) + 0.25
-    error = relative_error(layer(hidden, ids, router), stored.reference(hidden, ids, router))
-    return error, tolerance(request, plan.routes[0].token_dtype)
+    limit = tolerance(request, plan.routes[0].token_dtype)
+    tokens = hidden, ids, router
+    return error_of(layer(*tokens), stored.reference, tokens, limit), limit
 
 
 def replaced(module: Any, name: str, function: Callable[..., Any]) -> Patch:
@@ -167,7 +168,7 @@ FAULTS: dict[str, tuple[tuple[QuantScheme, ...], Patch]] = {
 
 @pytest.mark.parametrize("scheme", _ALL, ids=str)
 def test_without_a_fault_the_numbers_are_right(scheme: QuantScheme) -> None:
-    error, limit = error_of(scheme)
+    error, limit = error_and_limit(scheme)
     assert error < limit
 
 
@@ -177,5 +178,5 @@ CASES = [(fault, scheme) for fault, (schemes, _) in FAULTS.items() for scheme in
 @pytest.mark.parametrize(("fault", "scheme"), CASES, ids=[f"{fault}, {scheme}" for fault, scheme in CASES])
 def test_a_planted_fault_gives_wrong_numbers(fault: str, scheme: QuantScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault][1](monkeypatch)
-    error, limit = error_of(scheme)
+    error, limit = error_and_limit(scheme)
     assert not error < 4 * limit, f"{fault}: error {error:.2g} does not stand out from rounding, {limit:.2g}"

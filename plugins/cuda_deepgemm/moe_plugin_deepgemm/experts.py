@@ -34,7 +34,9 @@ from moe_plugin_deepgemm.library import (
     takes_group_ends,
 )
 from moe_plugin_deepgemm.runner_specs import ROW_ALIGNMENT, UE8M0
-from moe_plugin_deepgemm.weights import is_readable
+from moe_plugin_deepgemm.weights import is_readable, prepare
+
+__all__ = ["bind", "prepare"]
 
 #: Rows of both operands, and channels, that share a scale: of fp32 scales as stored, and of packed ones, which have
 #: every row's own.

@@ -8,8 +8,9 @@ from moe_core.specs import Program, Requirement
 DEVICES = ("cuda",)
 #: Hopper, where `benchmarks/gpu_deepgemm.py` runs everything that is declared for it.
 VERIFIED_ARCHS = ("sm90",)
-#: Blackwell of data centres: written after the library's rules for it, never run there.
-UNVERIFIED_ARCHS = ("sm100",)
+#: Blackwell, B200 and B300: written after the libraries' rules for it, never run there. DeepGEMM compiles
+#: one code for both, and what DeepEP's wheels hold for 10.0 loads on 10.3.
+UNVERIFIED_ARCHS = ("sm100", "sm103")
 
 #: What compiles the library's kernels when they are first called, found as the library finds it.
 NVCC = Program(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_core.errors import PluginError
 from moe_core.hookspecs import hookimpl
+from moe_core.layout_modules import layout_module
 from moe_core.specs import PluginSpec
 from moe_plugin_deepgemm.deepep_specs import DISPATCHERS
 from moe_plugin_deepgemm.runner_specs import LAYOUTS, RUNNERS
@@ -30,17 +30,10 @@ def declare_backends() -> PluginSpec:
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """Lay out a layer's weights as the plan's runner reads them."""
-    if plan.weight_layout not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise PluginError(f"cuda_deepgemm makes the weight layouts {known}; the plan asks for {plan.weight_layout!r}")
-    from moe_plugin_deepgemm.weights import prepare
-
-    return prepare(plan, weights, out)
+    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)  # type: ignore[no-any-return]
 
 
 @hookimpl
 def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     """Bind the experts of one route."""
-    from moe_plugin_deepgemm.experts import bind
-
-    return bind(plan, route, weights)
+    return layout_module(LAYOUTS, plan.weight_layout).bind(plan, route, weights)  # type: ignore[no-any-return]

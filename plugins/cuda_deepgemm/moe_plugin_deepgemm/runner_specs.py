@@ -7,6 +7,7 @@ import attrs
 from moe_core.activation import ActivationPattern
 from moe_core.quant import BF16, FP8_BLOCK128, FP8_BLOCK128_UE8M0, LayerQuant
 from moe_core.specs import Limit, RunnerSpec, TokenDtype
+from moe_core.vocabulary import CANONICAL
 from moe_plugin_deepgemm.machine import DEEP_GEMM, DEVICES, UNVERIFIED_ARCHS, VERIFIED_ARCHS
 
 _FORMATS = ("contiguous", "masked")
@@ -40,7 +41,7 @@ def _bf16(format_: str) -> RunnerSpec:
         devices=DEVICES,
         archs=VERIFIED_ARCHS,
         # Read as they are, so that routes of runners torch and triton may share them.
-        weight_layout="canonical",
+        weight_layout=CANONICAL,
         limits=_multiples(64),
         weight_on_input=True,
         post_norm=True,
@@ -77,5 +78,5 @@ def _unverified(runner: RunnerSpec) -> RunnerSpec:
 
 _VERIFIED = (*map(_bf16, _FORMATS), *map(_fp8, _FORMATS))
 RUNNERS = (*_VERIFIED, *map(_unverified, _VERIFIED))
-#: What `weights.prepare` makes.
-LAYOUTS = ("canonical", UE8M0)
+#: Weight layout -> module with its `prepare(plan, weights, out)` and `bind(plan, route, weights)`.
+LAYOUTS = dict.fromkeys((CANONICAL, UE8M0), "moe_plugin_deepgemm.experts")

@@ -78,9 +78,10 @@ def test_unmeasured_it_is_not_preferred_to_one_kernel_for_the_whole_layer() -> N
     assert plan.routes[0].runner.full_name == "triton:triton.fused"
 
 
-def test_blackwell_is_declared_and_ranked_as_unverified() -> None:
+@pytest.mark.parametrize("arch", ["sm100", "sm103"])
+def test_blackwell_is_declared_and_ranked_as_unverified(arch: str) -> None:
     fields = {"quant": FP8_BLOCK128_UE8M0, "runner_backend": "deep_gemm"}
-    plan, _ = decide(PRESETS["b200"], **fields)
+    plan, _ = decide(attrs.evolve(PRESETS["b200"], arch=arch), **fields)
     runner = plan.routes[0].runner.spec
     assert (runner.kernel, runner.tier, plan.weight_layout) == (
         "fp8_contiguous_unverified",

@@ -47,8 +47,9 @@ def test_prefill_and_decode_share_one_set_of_weights(quant: Any, machine: Enviro
     assert plan.output_is_complete
 
 
-def test_blackwell_gets_packed_scales_and_says_that_nobody_ran_it() -> None:
-    plan = plan_of(B200, quant=FP8_BLOCK128_UE8M0, workloads=DECODE)
+@pytest.mark.parametrize("arch", ["sm100", "sm103"])
+def test_blackwell_gets_packed_scales_and_says_that_nobody_ran_it(arch: str) -> None:
+    plan = plan_of(attrs.evolve(B200, arch=arch), quant=FP8_BLOCK128_UE8M0, workloads=DECODE)
     (route,) = plan.routes
     assert (route.dispatcher.spec.mode, str(route.token_dtype)) == ("low_latency_unverified", "fp8/ue8m0_128")
 

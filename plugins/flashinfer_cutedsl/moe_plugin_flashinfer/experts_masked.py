@@ -6,8 +6,9 @@ expert as last axis, which are views of memory in which it comes first; it reads
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import attrs
 import torch
@@ -19,6 +20,9 @@ from moe_core.plan import MoEPlan, Route
 from moe_plugin_flashinfer.library import Library, LibraryFunction, compiled, current, load
 from moe_plugin_flashinfer.prepared import MaskedWeights
 from moe_plugin_flashinfer.runner_specs import ROW_ALIGNMENT
+from moe_plugin_flashinfer.weights import prepare
+
+__all__ = ["bind", "prepare"]
 
 #: Codes `(M, K/2, L)` uint8 and their block scales, over memory with the expert first.
 Operand: TypeAlias = tuple[Tensor, Tensor]
@@ -31,7 +35,7 @@ _GEMM = "gemm.grouped_gemm_nt_masked"
 
 
 def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
-    """The experts of one route, after a call without rows that compiles them, but for signals of a second projection.
+    """The experts of one route, after a call without rows that compiles them, with signals where the route has them.
 
     Raises:
         PluginError: Weights in another layout, or a library without the functions or keywords of this route, or one
@@ -41,12 +45,12 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     library = load(prepared.w13.device)
     overlapping = ("dst_signals", "sm_count") if route.down_gemm_overlap else ()
     experts = MaskedExperts(
-        w13=Projection(library.function(_GEMM), prepared.w13, prepared.w13_scale, prepared.w13_alpha),
-        w2=Projection(library.function(_GEMM, *overlapping), prepared.w2, prepared.w2_scale, prepared.w2_alpha),
+        w13=Projection.of(library.function(_GEMM), prepared.w13, prepared.w13_scale, prepared.w13_alpha),
+        w2=Projection.of(library.function(_GEMM, *overlapping), prepared.w2, prepared.w2_scale, prepared.w2_alpha),
         round_tokens=None if route.token_dtype.dtype == "nvfp4" else _rounder(library, prepared.x_scale),
         round_inside=_inside(library, plan, prepared.hidden_scale),
     )
-    compiled(route, experts.compile)
+    compiled(route, functools.partial(experts.compile, overlapping=route.down_gemm_overlap))
     return experts  # type: ignore[return-value]
 
 
@@ -71,30 +75,38 @@ class Projection:
 
     Attributes:
         gemm: The library's masked grouped GEMM.
-        weight: uint8 `[L, N, K/2]`.
-        scale: e4m3 `[L, N, K/16]`, swizzled.
+        weights: Codes uint8 `(N, K/2, L)` over memory with the expert first, and e4m3 `[L, N, K/16]`, swizzled.
         alpha: fp32 `[L]`.
     """
 
     gemm: LibraryFunction
-    weight: Tensor
-    scale: Tensor
+    weights: Operand
     alpha: Tensor
+
+    @classmethod
+    def of(cls, gemm: LibraryFunction, codes: Tensor, scale: Tensor, alpha: Tensor) -> Self:
+        """From codes `[L, N, K/2]`; the view that the library takes is made once, and shows a reload."""
+        return cls(gemm, (codes.permute(1, 2, 0), scale), alpha)
+
+    @property
+    def num_outputs(self) -> int:
+        """`N`."""
+        return self.weights[0].shape[0]
 
     def __call__(self, rows: Operand, masked_m: Tensor, overlap: DownGemmOverlap | None = None) -> Tensor:
         """bf16 `[L, M, N]`; rows from `masked_m` on are undefined memory.
 
         With `overlap` another stream may read an expert's rows as soon as its signal says so.
         """
-        num_rows = rows[0].shape[0]
-        out = self.weight.new_empty((*self.weight.shape[:1], num_rows, self.weight.shape[1]), dtype=torch.bfloat16)
+        num_rows, num_experts = rows[0].shape[0], self.alpha.shape[0]
+        out = self.alpha.new_empty((num_experts, num_rows, self.num_outputs), dtype=torch.bfloat16)
         signals = {}
         if overlap is not None:
             overlap.start()
             signals = {"dst_signals": overlap.signals, "sm_count": overlap.num_multiprocessors}
         self.gemm(
             lhs=rows,
-            rhs=(self.weight.permute(1, 2, 0), self.scale),
+            rhs=self.weights,
             out=out.permute(1, 2, 0),
             masked_m=masked_m,
             alpha=self.alpha,
@@ -129,7 +141,7 @@ class MaskedExperts:
             if tokens.down_gemm_overlap is not None:
                 # Combine waits for it on a rank without experts too.
                 tokens.down_gemm_overlap.start()
-            return rows.new_empty((0, rows.shape[1], self.w2.weight.shape[1]), dtype=torch.bfloat16)
+            return rows.new_empty((0, rows.shape[1], self.w2.num_outputs), dtype=torch.bfloat16)
         with current(rows.device):
             hidden = self.w13(self._operand(tokens), masked_m)
             return self.w2(self.round_inside(hidden, masked_m), masked_m, tokens.down_gemm_overlap)
@@ -140,13 +152,17 @@ class MaskedExperts:
         # Scales lie in tiles already; their shape says nothing to the library.
         return tokens.hidden_states.permute(1, 2, 0), tokens.scales  # type: ignore[return-value]
 
-    def compile(self) -> None:
-        """Run everything without any row."""
-        num_experts, _, packed = self.w13.weight.shape
-        new, scales = self.w13.weight.new_zeros, None
+    def compile(self, *, overlapping: bool) -> None:
+        """Run everything without any row; `overlapping`, with signals, for which there is a kernel of its own."""
+        _, packed, num_experts = self.w13.weights[0].shape
+        new, scales, overlap = self.w13.weights[0].new_zeros, None, None
         if self.round_tokens is None:
             rows = new((num_experts, ROW_ALIGNMENT, packed))
             scales = new((num_experts, ROW_ALIGNMENT, packed // 8)).view(torch.float8_e4m3fn)
         else:
             rows = new((num_experts, ROW_ALIGNMENT, packed * 2), dtype=torch.bfloat16)
-        self(MaskedTokens(hidden_states=rows, masked_m=new(num_experts, dtype=torch.int32), scales=scales))
+        masked_m = new(num_experts, dtype=torch.int32)
+        if overlapping:
+            signals = torch.zeros_like(masked_m)
+            overlap = DownGemmOverlap(signals=signals, num_multiprocessors=1, start=lambda: None)
+        self(MaskedTokens(hidden_states=rows, masked_m=masked_m, scales=scales, down_gemm_overlap=overlap))

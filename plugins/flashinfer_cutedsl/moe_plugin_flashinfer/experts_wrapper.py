@@ -17,6 +17,9 @@ from moe_core.plan import MoEPlan, Route
 from moe_plugin_flashinfer.library import RUN, LibraryFunction, compiled, current, load
 from moe_plugin_flashinfer.machine import FLASHINFER
 from moe_plugin_flashinfer.prepared import WrapperWeights
+from moe_plugin_flashinfer.weights import prepare
+
+__all__ = ["bind", "prepare"]
 
 
 def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from moe_core.errors import PluginError
 from moe_core.hookspecs import hookimpl
+from moe_core.layout_modules import layout_module
 from moe_core.specs import PluginSpec
 from moe_plugin_flashinfer.runner_specs import LAYOUTS, RUNNERS
 
@@ -29,23 +28,10 @@ def declare_backends() -> PluginSpec:
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """Lay out a layer's weights as the kernels of the plan's runner read them."""
-    _require_layout(plan)
-    from moe_plugin_flashinfer.weights import prepare
-
-    return prepare(plan, weights, out)
+    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)  # type: ignore[no-any-return]
 
 
 @hookimpl
 def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     """Bind the experts of one route."""
-    _require_layout(plan)
-    module = importlib.import_module(LAYOUTS[route.runner.spec.weight_layout])
-    return module.bind(plan, route, weights)  # type: ignore[no-any-return]
-
-
-def _require_layout(plan: MoEPlan) -> None:
-    if plan.weight_layout not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise PluginError(
-            f"flashinfer_cutedsl makes the weight layouts {known}; the plan asks for {plan.weight_layout!r}"
-        )
+    return layout_module(LAYOUTS, plan.weight_layout).bind(plan, route, weights)  # type: ignore[no-any-return]

@@ -90,7 +90,7 @@ def _rubin(runner: RunnerSpec) -> RunnerSpec:
 
 
 RUNNERS = (_masked, _masked_overlap, _wrapper, _two_stage, *map(_rubin, (_masked, _wrapper, _two_stage)))
-#: Weight layout -> module with its `bind(plan, route, weights)`.
+#: Weight layout -> module with its `prepare(plan, weights, out)` and `bind(plan, route, weights)`.
 LAYOUTS = {
     MASKED: "moe_plugin_flashinfer.experts_masked",
     WRAPPER: "moe_plugin_flashinfer.experts_wrapper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -17,12 +18,13 @@ from moe_core.errors import PluginError, ResolutionError
 from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
 from moe_core.quant import NVFP4
-from moe_core.testing.compare import relative_error
+from moe_core.testing.compare import error_of
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
 EARLY = Workload(phase="decode", max_tokens=16, down_gemm_overlap=True)
 RUNNER = "flashinfer_cutedsl"
+GEMM = "gemm.grouped_gemm_nt_masked"
 
 
 def plugins() -> BackendManager:
@@ -55,7 +57,8 @@ def test_the_second_projection_tells_which_experts_are_done() -> None:
     given = tokens()
     output = layer(*given)
     assert [*EVENTS] == ["dispatch", "start", f"signals {[MULTIPROCESSORS] * 4}"]
-    assert relative_error(output, stored.reference(*given)) < tolerance(layer.request)
+    limit = tolerance(layer.request)
+    assert error_of(output, stored.reference, given, limit) < limit
 
 
 def test_a_rank_without_experts_lets_combine_begin() -> None:
@@ -73,7 +76,49 @@ def test_a_route_that_does_not_overlap_passes_nothing_on() -> None:
     given = tokens()
     output = layer(*given)
     assert [*EVENTS] == ["dispatch"]
-    assert relative_error(output, stored.reference(*given)) < tolerance(layer.request)
+    limit = tolerance(layer.request)
+    assert error_of(output, stored.reference, given, limit) < limit
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every masked GEMM from here on."""
+    emulated, calls = library.load(torch.device("cpu")), []
+
+    def find(name: str) -> Any:
+        function = emulated.find(name)
+        if name != GEMM:
+            return function
+
+        @functools.wraps(function)
+        def gemm(**arguments: Any) -> Any:
+            calls.append(arguments)
+            return function(**arguments)
+
+        return gemm
+
+    monkeypatch.setattr("moe_plugin_flashinfer.experts_masked.load", lambda device: library.Library(find))
+    return calls
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_both_kernels_are_compiled_when_the_route_is_bound(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    calls = recorded(monkeypatch)
+    layer, _ = loaded(workloads=Workload(phase="decode", max_tokens=16, down_gemm_overlap=overlaps))
+    bound = [{"dst_signals", "sm_count"} & {*call} for call in calls]
+    assert bound == [set(), {"dst_signals", "sm_count"} if overlaps else set()]
+    layer(*tokens())
+    assert [{*call} for call in calls[2:]] == [{*call} for call in calls[:2]]
+
+
+def test_the_views_of_the_weights_are_made_when_the_route_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch)
+    layer, stored = loaded()
+    layer(*tokens())
+    layer.load_weights(stored.raw(layer.local_experts, "cpu"))
+    layer(*tokens())
+    for first, *others in (calls[0::2], calls[1::2]):
+        assert len(others) == 2
+        assert all(other["rhs"][0] is first["rhs"][0] for other in others)
 
 
 @pytest.mark.error_path
@@ -100,7 +145,7 @@ def test_a_release_without_the_argument_is_refused_when_the_route_is_bound(monke
 
     def without_signals(name: str) -> Any:
         function = emulated.find(name)
-        if name != "gemm.grouped_gemm_nt_masked":
+        if name != GEMM:
             return function
 
         def gemm(**arguments: Any) -> Any:

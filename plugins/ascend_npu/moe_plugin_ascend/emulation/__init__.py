@@ -63,7 +63,8 @@ def install() -> Emulation:
     """Register the kernels; once in a process, whichever thread asks first.
 
     Raises:
-        ImportError: A folder for torch_npu is there, and none can be loaded from it.
+        FileNotFoundError: A folder for torch_npu is there, without one that was made loadable.
+        ImportError: What is there cannot be loaded.
     """
     with _installing:
         return _install()

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import torch
 
+from moe_core.testing.vendor_folder import vendor_folder
 from moe_plugin_ascend.emulation.stubs import FOLDER, LIBRARIES
 
 #: Names the folder with torch_npu and its stand-ins; "" for none.
 VARIABLE = "MOE_PLUGIN_ASCEND_VENDOR"
+_INSTALL = (
+    "pip install --no-deps --target {folder} torch_npu==VERSION, then python -m moe_plugin_ascend.emulation {folder}"
+)
 
 
 def find_vendor() -> str:
@@ -28,21 +32,16 @@ def find_vendor() -> str:
     ranks that tests start, which are daemons: each would take seconds to load it.
 
     Raises:
-        ImportError: The variable names a folder without one, or it cannot be loaded.
+        FileNotFoundError: There is a folder without one that was made loadable.
+        ImportError: It cannot be loaded.
     """
     loaded = sys.modules.get("torch_npu")
     if loaded is not None:
         return str(loaded.__version__)
-    named = os.environ.get(VARIABLE)
-    folder = Path(named) if named is not None else Path(sys.prefix, "ascend-vendor")
-    if named == "" or (named is None and (not folder.is_dir() or multiprocessing.current_process().daemon)):
+    if VARIABLE not in os.environ and multiprocessing.current_process().daemon:
         return ""
-    if not (folder / FOLDER).is_dir():
-        raise ImportError(
-            f"{folder} holds no torch_npu that loads here; pip install --no-deps --target {folder} torch_npu==VERSION, "
-            f"then python -m moe_plugin_ascend.emulation {folder}, or set {VARIABLE}= to do without"
-        )
-    return load_vendor(folder)
+    folder = vendor_folder(VARIABLE, "ascend-vendor", FOLDER, _INSTALL)
+    return "" if folder is None else load_vendor(folder)
 
 
 def load_vendor(folder: Path) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import attrs
 
 from moe_core.payloads import Tensor
+from moe_core.testing.vendor_folder import vendor_folder
 
 #: Names a folder where flashinfer-python is installed; "" for none.
 VARIABLE = "MOE_PLUGIN_FLASHINFER_VENDOR"
@@ -98,18 +97,10 @@ def installed_folder() -> Path | None:
     """The folder with the library, None if there is none.
 
     Raises:
-        FileNotFoundError: The variable names one that has no library.
+        FileNotFoundError: There is a folder without the library.
     """
-    named = os.environ.get(VARIABLE)
-    folder = Path(named) if named is not None else Path(sys.prefix, FOLDER)
-    if (folder / "flashinfer").is_dir() and named != "":
-        return folder
-    if named:
-        raise FileNotFoundError(
-            f"{VARIABLE}: {folder} holds no flashinfer; pip install --no-deps --target {folder} "
-            f"flashinfer-python=={RELEASES[0]}, or set it to nothing to do without"
-        )
-    return None
+    install = f"pip install --no-deps --target {{folder}} flashinfer-python=={RELEASES[0]}"
+    return vendor_folder(VARIABLE, FOLDER, "flashinfer", install)
 
 
 def installed_release(folder: Path) -> str:
