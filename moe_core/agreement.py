@@ -1,10 +1,14 @@
-"""The first collectives of a layer: all ranks of a group compare what must be equal, with a timeout."""
+"""The first collectives of a layer and of a reload: all ranks of a group compare what must be equal, with a timeout."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import enum
 import hashlib
 import json
+import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,41 @@ from moe_core.plan import MoEPlan
 #: How long a rank waits for the others' plans.
 TIMEOUT = datetime.timedelta(seconds=60)
 _ADVICE = "give all of them equal requests, equal measurements, and plugins of equal versions"
+
+
+class Compared(enum.Enum):
+    """What ranks compare: its name, number of elements and dtype, and how a layer stands that one of them refuses."""
+
+    PLAN = "plan", hashlib.sha256().digest_size, torch.uint8, "no rank has loaded this layer"
+    TOKEN_SCALE = "scale of tokens", 1, torch.float32, "nothing was written on any rank"
+
+
+@contextlib.contextmanager
+def telling(
+    compared: Compared, group: ExpertGroup, device: torch.device, timeout: datetime.timedelta = TIMEOUT
+) -> Iterator[None]:
+    """Around what a rank checks before a comparison: if it raises, the other ranks raise in the comparison at once.
+
+    Otherwise they would wait for it, and a collective that ran into its timeout leaves a group nobody can use.
+
+    Args:
+        compared: What the other ranks compare next.
+        group: This rank's place in the expert-parallel group.
+        device: Where the group's backend takes tensors.
+        timeout: How long to wait for the other ranks.
+
+    Raises whatever is raised inside; a note says if the other ranks could not be told.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group.process_group is not None:
+            try:
+                _, length, dtype, _ = compared.value
+                _exchange(torch.ones(length + 1, dtype=dtype, device=device), compared, group, group.size, timeout)
+            except Exception as failure:
+                error.add_note(f"the other ranks could not be told: {failure}")
+        raise
 
 
 def check_agreement(
@@ -34,6 +73,7 @@ def check_agreement(
     Raises:
         PlanMismatchError: Plans differ (names the first differing field and each rank's value), the group has
             another size than the plan, or some rank did not answer in time.
+        WeightsError: Another rank refused its weights.
     """
     if group.process_group is None:
         return
@@ -60,12 +100,12 @@ def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timed
         timeout: How long to wait for the other ranks.
 
     Raises:
-        WeightsError: Scales differ; names each rank's.
+        WeightsError: Scales differ (names each rank's), or another rank refused its weights.
         PlanMismatchError: Some rank did not answer in time.
     """
     if group.process_group is None:
         return
-    gathered = _gather(scale.reshape(1), group, group.size, "scale of tokens", timeout)
+    gathered = _gather(scale.reshape(1), Compared.TOKEN_SCALE, group, group.size, timeout)
     values = [float(value) for value in gathered]
     if len(set(values)) == 1:
         return
@@ -84,19 +124,37 @@ def _gather_digests(
 ) -> list[torch.Tensor]:
     digest = hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    return _gather(own, group, size, "plan", timeout)
+    return _gather(own, Compared.PLAN, group, size, timeout)
 
 
-def _gather(own: Tensor, group: ExpertGroup, size: int, what: str, timeout: datetime.timedelta) -> list[Tensor]:
+def _gather(
+    own: Tensor, compared: Compared, group: ExpertGroup, size: int, timeout: datetime.timedelta
+) -> list[Tensor]:
+    """Every rank's part, unless one of them has none; the last element that travels says so."""
+    gathered = _exchange(torch.cat([own, own.new_zeros(1)]), compared, group, size, timeout)
+    refusing = [str(rank) for rank, part in enumerate(gathered) if part[-1]]
+    if refusing:
+        who = (
+            f"rank{'s' * (len(refusing) > 1)} {', '.join(refusing)} refused {'its' if len(refusing) == 1 else 'their'}"
+        )
+        raise WeightsError(f"{who} weights: {compared.value[-1]}; the reason is in the error there")
+    return [part[:-1] for part in gathered]
+
+
+def _exchange(
+    own: Tensor, compared: Compared, group: ExpertGroup, size: int, timeout: datetime.timedelta
+) -> list[Tensor]:
     gathered = [torch.empty_like(own) for _ in range(size)]
+    start = time.monotonic()
     try:
         work = dist.all_gather(gathered, own, group=group.process_group, async_op=True)
         if work is not None:
             work.wait(timeout)
     except RuntimeError as error:
-        waited = f"{timeout.total_seconds():g} s"
         raise PlanMismatchError(
-            f"rank {group.rank} of {size}: not every rank sent its {what} within {waited} ({error})"
+            f"rank {group.rank} of {size}: not every rank sent its {compared.value[0]}, given up after "
+            f"{time.monotonic() - start:.1f} s ({error}); this process group cannot be used any more: make a new one "
+            "on every rank, or start the processes again"
         ) from error
     return gathered
 

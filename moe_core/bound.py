@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 
-from moe_core.agreement import check_agreement, check_token_scale
+from moe_core.agreement import Compared, check_agreement, check_token_scale, telling
 from moe_core.errors import InputError, MoeCoreError, PluginError
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
@@ -22,10 +23,41 @@ from moe_core.payloads import (
     ExpertsFn,
     FusedFn,
     PreparedWeights,
+    RawWeights,
     SendFn,
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route, RouteTable
+
+
+def check_reload(plan: MoEPlan, weights: RawWeights, group: ExpertGroup) -> None:
+    """Raise unless ranks would round tokens with one scale after a reload too; all of them must reload together.
+
+    Compared is what the scale is made of, so that nothing of the weights has been written yet.
+
+    Raises:
+        WeightsError: Scales differ (names each rank's), or another rank refused its weights.
+        PlanMismatchError: Some rank did not answer in time.
+    """
+    if _compares_scales(plan):
+        check_token_scale(_first_or_zero(weights.tensors["w13_input_scale"]), group)
+
+
+def telling_of_reload(plan: MoEPlan, group: ExpertGroup, device: torch.device) -> AbstractContextManager[None]:
+    """Around what a rank checks before `check_reload`: the ranks that wait there hear of what is raised.
+
+    Args:
+        plan: The layer's plan.
+        group: This rank's place in the expert-parallel group.
+        device: Of the layer's weights.
+    """
+    return telling(Compared.TOKEN_SCALE, group, device) if _compares_scales(plan) else nullcontext()
+
+
+def _compares_scales(plan: MoEPlan) -> bool:
+    """Said by the plan alone, so that a rank knows it whose weights are wrong."""
+    rounds = any(route.dispatcher is not None and route.token_dtype.is_calibrated for route in plan.routes)
+    return rounds and plan.request.local_quant.w13.activation_scaling == "static"
 
 
 @attrs.define(eq=False)
@@ -48,6 +80,7 @@ class BoundExperts:
     Attributes:
         plan: What was bound.
         weights: The prepared weights it reads.
+        callables: The activation and norm of the model that were bound; a reload may bring others.
         routes: The bound functions, one entry per route of the plan.
     """
 
@@ -61,6 +94,7 @@ class BoundExperts:
             PlanMismatchError: The ranks disagree.
         """
         self.plan, self.weights = plan, weights
+        self.callables = weights.activation, weights.post_norm
         group = group or ExpertGroup()
         self._device = next(iter(weights.tensors.values())).data.device
         check_agreement(plan, group, self._device)
@@ -188,8 +222,11 @@ def _token_scale(route: Route, weights: PreparedWeights, group: ExpertGroup) -> 
             f"runner {route.runner.full_name} reads tokens as {route.token_dtype}, which the dispatcher rounds with "
             "the scale that PreparedWeights.token_scale names; these weights name none"
         )
-    scales = weights[weights.token_scale].view(-1)
-    # A rank without experts has no scale, and takes part in telling the others.
-    scale = scales[0] if scales.numel() else scales.new_zeros(())
+    scale = _first_or_zero(weights[weights.token_scale])
     check_token_scale(scale, group)
     return scale
+
+
+def _first_or_zero(scales: Tensor) -> Tensor:
+    """0-dim; a rank without experts has no scale, and takes part in telling the others."""
+    return scales.view(-1)[0] if scales.numel() else scales.new_zeros(())

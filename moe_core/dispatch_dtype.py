@@ -7,7 +7,7 @@ scale, the runner's preference for this mode (the order of its `reads`).
 
 from __future__ import annotations
 
-from moe_core.decision import DtypeChoice, Reason
+from moe_core.findings import DtypeChoice, Reason
 from moe_core.request import LayerRequest
 from moe_core.specs import DispatcherSpec, RunnerSpec, TokenDtype
 from moe_core.vocabulary import FLOAT_DTYPES

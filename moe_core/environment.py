@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of, tuple_of
+from moe_core.json_files import kind_of, read_json, shown
+from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of
 
 if TYPE_CHECKING:
     from moe_core.requirement import Program
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def _pairs(value: Any) -> Any:
-    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        # For the validator to name its field.
+        return value
     # JSON has lists where Python has pairs.
     return as_sorted_tuple([tuple(pair) if isinstance(pair, list) else pair for pair in pairs])
 
@@ -36,11 +39,16 @@ def _pairs(value: Any) -> Any:
 def _are_named(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
     """An attrs validator: pairs of a name and a text, each name once."""
     where = f"Environment, field {attribute.name!r}"
+    expected = f"expected ({_NAMED[attribute.name]}) texts"
+    if not isinstance(value, tuple):
+        raise SpecError(f"{where}: {expected} or a mapping of them, got {value!r}")
     for pair in value:
-        if not (len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise SpecError(f"{where}: expected ({_NAMED[attribute.name]}) texts, got {pair!r}")
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise SpecError(f"{where}: {expected}, got {pair!r}")
     if len(dict(value)) < len(value):
         raise SpecError(f"{where}: a name occurs twice in {value}")
+    if "" in dict(value):
+        raise SpecError(f"{where}: a name is empty in {value}")
 
 
 #: Fields of pairs -> what their halves are.
@@ -68,15 +76,9 @@ class Environment:
     arch: str = attrs.field(default="", validator=is_arch)
     device_name: str = attrs.field(default="", validator=instance_of(str))
     driver: str = attrs.field(default="", validator=instance_of(str))
-    packages: tuple[tuple[str, str], ...] = attrs.field(
-        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
-    )
-    variables: tuple[tuple[str, str], ...] = attrs.field(
-        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
-    )
-    programs: tuple[tuple[str, str], ...] = attrs.field(
-        default=(), converter=_pairs, validator=[tuple_of(tuple), _are_named]
-    )
+    packages: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
+    variables: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
+    programs: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
     source: str = attrs.field(default="by hand", eq=False)
 
     def version(self, module: str) -> str | None:
@@ -89,16 +91,53 @@ class Environment:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "by hand") -> Environment:
-        """Read plain data; raises `SpecError` naming unknown or missing fields."""
+        """Read plain data; raises `SpecError` naming unknown, missing or wrong fields."""
+        if not isinstance(data, Mapping):
+            raise SpecError(f"environment {source}: expected an object, got {kind_of(data)}")
         known = {field.name for field in attrs.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown or "device_type" not in data:
             problem = f"unknown fields {unknown}" if unknown else "field 'device_type' is missing"
             raise SpecError(f"environment {source}: {problem}; known fields: {', '.join(sorted(known))}")
+        for name, value in data.items():
+            _require_json(name, value, f"environment {source}: field {name!r}")
         try:
             return cls(**{**data, "source": source})
         except SpecError as error:
             raise SpecError(f"environment {source}: {error}") from error
+
+
+#: Fields of several names -> what they look like in a file.
+_EXAMPLES = {
+    "packages": '{"torch": "2.11.0"}',
+    "variables": '{"NAME": "value"}',
+    "programs": '{"nvcc": "/usr/bin/nvcc"}',
+}
+
+
+def _require_json(name: str, value: Any, where: str) -> None:
+    """Raise `SpecError` unless a field of a file is of the right kind; what it says is checked with the values."""
+    if name not in _EXAMPLES:
+        if not isinstance(value, str):
+            raise SpecError(f"{where}: expected a text, got {kind_of(value)}")
+        if not value.isprintable():
+            raise SpecError(f"{where}: expected a printable text, got {shown(value)}")
+        return
+    if isinstance(value, list) and value and all(isinstance(pair, list | tuple) for pair in value):
+        # Pairs, as Python writes them.
+        pairs = [pair for pair in value if len(pair) == 2 and all(isinstance(text, str) for text in pair)]
+    elif isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        raise SpecError(f"{where}: expected an object like {_EXAMPLES[name]}, got {kind_of(value)}")
+    for key, text in pairs:
+        if not key.isprintable():
+            raise SpecError(f"{where}: expected printable names, got {shown(key)}")
+        if not isinstance(text, str):
+            raise SpecError(f"{where}: expected a text for {key!r}, as in {_EXAMPLES[name]}, got {kind_of(text)}")
+        # A variable is what it is on the machine.
+        if name != "variables" and not text.isprintable():
+            raise SpecError(f"{where}: expected a printable text for {key!r}, got {shown(text)}")
 
 
 _CUDA_PACKAGES = {
@@ -109,7 +148,7 @@ _CUDA_PACKAGES = {
     "flashinfer": "0.7.2",
     "cutlass": "4.8.1",
 }
-_ASCEND_PACKAGES = {"torch": "2.13.0", "torch_npu": "2.13.0", "deep_ep": "1.0.0", "sgl_kernel_npu": "2026.8.0"}
+_ASCEND_PACKAGES = {"torch": "2.13.0", "torch_npu": "2.13.0", "deep_ep": "1.0.0"}
 #: Expert parallelism cannot do without: the default is too small for most of it.
 _ASCEND_VARIABLES = {"HCCL_BUFFSIZE": "16384"}
 
@@ -142,7 +181,7 @@ def load_environment(name: str) -> Environment:
 
     Raises:
         UnknownNameError: Neither a preset nor a file.
-        SpecError: The file is not valid JSON or holds unknown fields.
+        SpecError: The file is not there, cannot be read, is not valid JSON, or holds unknown or wrong fields.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -150,15 +189,28 @@ def load_environment(name: str) -> Environment:
     if not path.is_file():
         if (preset := name.replace("_", "-")) in PRESETS:
             return PRESETS[preset]
+        if path.suffix or path.name != name:
+            raise SpecError(f"environment file {name}: no such file; presets are {', '.join(sorted(PRESETS))}")
         raise UnknownNameError("environment", name, PRESETS, hint="A path to a JSON file is taken too.")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = read_json(path)
+    except OSError as error:
+        raise SpecError(f"environment file {name}: cannot be read ({error})") from error
+    except ValueError as error:
         raise SpecError(f"environment file {name}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
-        raise SpecError(f"environment file {name}: expected a JSON object, got {type(data).__name__}")
+        raise SpecError(f"environment file {name}: expected a JSON object, got {kind_of(data)}")
     printed = data.get("environment")
-    return Environment.from_json(printed if isinstance(printed, dict) else data, source=name)
+    if not isinstance(printed, dict):
+        return Environment.from_json(data, source=name)
+    # Commands print lists `packages` and `variables` of their own.
+    beside = [field for field in ("arch", "device_name", "device_type", "driver", "programs") if field in data]
+    if beside:
+        raise SpecError(
+            f"environment file {name}: it describes two machines, one by {', '.join(beside)} and one by environment; "
+            "leave one of them"
+        )
+    return Environment.from_json(printed, source=name)
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,16 +25,37 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else "no message"
 
 
+def some_of(names: Iterable[object], most: int = 12) -> str:
+    """`a, b, c`, of more than `most` the first and their number: a model has tens of thousands of names."""
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
 class SpecError(MoeCoreError, ValueError):
     """A value object (spec, scheme, request, environment) holds a value outside its vocabulary."""
 
 
 class UnknownNameError(MoeCoreError, ValueError):
-    """A name (backend, preset, scheme, workload phase) is not known; the message lists what is."""
+    """A name (backend, preset, scheme, workload phase) is not known; the message lists what is.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    Attributes:
+        kind: What it should name.
+        name: What was given.
+        known: What the message lists.
+        spellings: Every way to write those, too many to list; what was meant is looked for among them too.
+    """
+
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], hint: str = "", spellings: Iterable[str] = ()
+    ) -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(set(known)))
-        close = difflib.get_close_matches(name, self.known, n=1)
+        self.spellings = tuple(sorted(set(spellings)))
+        words = (*self.known, *self.spellings)
+        # Who stops in mid-name means one that begins so, however long it is.
+        close = [word for word in words if name and word.startswith(name)] or difflib.get_close_matches(
+            name, words, n=1
+        )
         did_you_mean = f"; did you mean {close[0]!r}?" if close else "."
         listed = ", ".join(self.known) or "none"
         super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")
@@ -42,7 +63,7 @@ class UnknownNameError(MoeCoreError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Worker processes hand errors to their parent by pickling."""
-        return type(self), (self.kind, self.name, self.known, self._hint)
+        return type(self), (self.kind, self.name, self.known, self._hint, self.spellings)
 
 
 class PluginError(MoeCoreError, RuntimeError):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from moe_core.findings import DtypeChoice, Findings, Reason, WorkloadDecision
 from moe_core.misses import Misses, relevant
 from moe_core.request import Pins
-
-if TYPE_CHECKING:
-    from moe_core.decision import Decision, DtypeChoice, Reason, WorkloadDecision
 
 #: How everything is had that was folded or left out.
 IN_FULL = "explain(full=True)"
@@ -17,7 +14,7 @@ IN_FULL = "explain(full=True)"
 _MOST_LISTED, _FEWEST_LISTED = 16, 3
 
 
-def explanation_lines(decision: Decision, *, full: bool) -> Iterator[str]:
+def explanation_lines(decision: Findings, *, full: bool) -> Iterator[str]:
     """What `Decision.explain` says, line by line."""
     environment = decision.environment
     arch = f" {environment.arch}" if environment.arch else ""
@@ -42,7 +39,7 @@ def explanation_lines(decision: Decision, *, full: bool) -> Iterator[str]:
     yield f"error: {decision.error}" if decision.error else f"weight layout: {decision.weight_layout}"
 
 
-def why(decision: Decision, workload: WorkloadDecision) -> str:
+def why(decision: Findings, workload: WorkloadDecision) -> str:
     """What put the first one there: `pinned: runner torch; first of 6 that fit: tier generic`."""
     because, count = workload.ranked[0].because, len(workload.ranked)
     pins = decision.request.pins(workload.workload)
@@ -62,7 +59,7 @@ def dtype_text(dtype: DtypeChoice) -> str:
     return f"{dtype.token_dtype} by {dtype.rule}{f', asked for {dtype.requested}' if dtype.requested else ''}"
 
 
-def refusal(decision: Decision, alternatives: Sequence[str]) -> str:
+def refusal(decision: Findings, alternatives: Sequence[str]) -> str:
     """What was asked, what is missing, and what would run instead, in about 25 lines at most.
 
     Args:
@@ -84,7 +81,7 @@ def refusal(decision: Decision, alternatives: Sequence[str]) -> str:
     return "\n".join([*lines, f"  every reason: error.decision.{IN_FULL}"])
 
 
-def _against(decision: Decision) -> list[str]:
+def _against(decision: Findings) -> list[str]:
     """What is against the workloads that have nothing; workloads of which the same is to say are one."""
     found: dict[tuple[Pins, tuple[str, ...]], list[str]] = {}
     for workload in decision.workloads:
@@ -109,12 +106,12 @@ def stages(workload: WorkloadDecision) -> str:
     return f"{specs}; {pairs}{f' ({unjoined} more differ in format)' if unjoined else ''}"
 
 
-def unlisted(decision: Decision, workload: WorkloadDecision) -> str:
+def unlisted(decision: Findings, workload: WorkloadDecision) -> str:
     """How many fit beside those in the order, and why they are not in it; "" if none does."""
     return f"and {len(workload.unshared)} more {_unshared(decision, workload)}" if workload.unshared else ""
 
 
-def _unshared(decision: Decision, workload: WorkloadDecision) -> str:
+def _unshared(decision: Findings, workload: WorkloadDecision) -> str:
     """What is said of that which fits, but is not in the order."""
     if len(decision.request.workloads) > 1 or workload.outranked_by:
         return "fit, but lack what all workloads share"
@@ -123,7 +120,7 @@ def _unshared(decision: Decision, workload: WorkloadDecision) -> str:
     return f"fit, but with other weight layouts than {decision.weight_layout}, which the first has"
 
 
-def _order(decision: Decision, workload: WorkloadDecision) -> Iterator[str]:
+def _order(decision: Findings, workload: WorkloadDecision) -> Iterator[str]:
     yield f"workload {workload.title}: order of those that fit"
     for place, ranked in enumerate(workload.ranked, start=1):
         yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {dtype_text(ranked.dtype)}"
@@ -132,7 +129,7 @@ def _order(decision: Decision, workload: WorkloadDecision) -> Iterator[str]:
     yield from (f"  note: {note}" for note in (workload.fallback, *workload.notes) if note)
 
 
-def _folded(decision: Decision) -> Iterator[str]:
+def _folded(decision: Findings) -> Iterator[str]:
     misses = Misses.of(decision.request, decision.workloads)
     for heading, group in misses.parts():
         yield heading
@@ -140,7 +137,7 @@ def _folded(decision: Decision) -> Iterator[str]:
     yield f"every reason: {IN_FULL}"
 
 
-def _every_reason(decision: Decision) -> Iterator[str]:
+def _every_reason(decision: Findings) -> Iterator[str]:
     for workload, is_new in decision.sections():
         if not is_new:
             continue
@@ -153,7 +150,7 @@ def _every_reason(decision: Decision) -> Iterator[str]:
         yield from (f"  {line}" for line in left_out(decision, workload))
 
 
-def left_out(decision: Decision, workload: WorkloadDecision) -> Iterator[str]:
+def left_out(decision: Findings, workload: WorkloadDecision) -> Iterator[str]:
     """What neither a pair's verdict nor the order says."""
     if workload.num_unjoined:
         yield f"{workload.num_unjoined} more: their formats differ"

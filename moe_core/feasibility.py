@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import attrs
 
-from moe_core.decision import Reason
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.environment import Environment
+from moe_core.errors import some_of
+from moe_core.findings import Reason
 from moe_core.quant import SCHEMES, LayerQuant
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
@@ -157,7 +158,7 @@ def _limit_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, wor
     for limit in spec.limits:
         size = sizes[limit.field]
         if size is not None and not limit.allows(size):
-            yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint)
+            yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint, limit.field)
 
 
 def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator[Reason]:
@@ -186,7 +187,7 @@ def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
     names = [str(scheme) for schemes in (named, unnamed) for scheme in sorted(schemes, key=distance)]
     if len(names) <= _FEW_SCHEMES:
         return " or ".join(names)
-    return f"one of {', '.join(names[:_FEW_SCHEMES])} and {len(names) - _FEW_SCHEMES} more"
+    return f"one of {some_of(names, _FEW_SCHEMES)}"
 
 
 def _allows(pattern: LayerQuant, quant: LayerQuant) -> bool:

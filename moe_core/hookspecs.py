@@ -138,7 +138,9 @@ def process_weights_after_loading(  # type: ignore[empty-body]
     The core has checked names, shapes and dtypes before.
 
     Warning:
-        `weights` is read-only. Raise before writing anything to `out`: a failed load changes nothing.
+        `weights` is read-only. Of `out` only the values of its tensors, `activation` and `post_norm` may change: its
+        layout, its names and each tensor's memory, shape, strides and dtype are checked. Check before writing:
+        whatever is raised with `out` given, the layer refuses forwards until a complete reload.
 
     Args:
         plan: The layer's plan; its `weight_layout` tag is the one to produce.
@@ -151,7 +153,8 @@ def process_weights_after_loading(  # type: ignore[empty-body]
 
     Returns:
         `PreparedWeights` with the tag of the layout that was made (written, not copied from the plan, so that a plan
-        for another one is noticed) and **every** per-expert tensor; `out` itself if given.
+        for another one is noticed) and **every** per-expert tensor; `out` itself if given. The names of the tensors
+        become attributes of `MoELayer`, so none that it has itself (`plan`, `request`, `training`, ...).
         Work expert by expert (one expert of extra memory). A raw tensor that needs no change may be returned
         as it is, with `owned=False`.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 
-from moe_core.bound import BoundExperts
+from moe_core.agreement import Compared, telling
+from moe_core.bound import BoundExperts, check_reload, telling_of_reload
 from moe_core.decision import Decision
 from moe_core.environment import Environment
 from moe_core.errors import InputError, WeightsError
@@ -81,7 +82,10 @@ class MoELayer(torch.nn.Module):
         if environment is None:
             environment = self._manager.probe(device)
         self.request = request
+        self._device_type = environment.device_type
         self.plan, self.decision = make_plan(self._manager, request, environment, measurements)
+        # What a reload refills, and what a forward runs: nothing after a reload that failed.
+        self._loaded: BoundExperts | None = None
         self._bound: BoundExperts | None = None
 
     @property
@@ -94,37 +98,53 @@ class MoELayer(torch.nn.Module):
     def load_weights(self, weights: RawWeights) -> None:
         """Load, check, prepare and bind this rank's weights; called again, refill the same storage.
 
+        A reload that fails after its plugin was called may have overwritten some experts: the layer then refuses
+        forwards until a later call has succeeded. One that is refused before leaves it serving the earlier weights.
+
         Args:
             weights: Canonical tensors of `local_experts`. They are copied unless `weights.handed_over`.
 
         Raises:
-            WeightsError: Tensors are missing, unknown or misshapen; nothing has changed then.
+            WeightsError: Tensors are missing, unknown or misshapen, or ranks would round tokens with different scales,
+                or another rank refused its weights; nothing has changed then.
+            PlanMismatchError: The ranks disagree, or some of them do not load.
+            PluginError: The plugin fails or answers wrongly; errors of the project that it raises itself come as they
+                are. After a reload a note says that weights may be partly overwritten.
         """
-        given: object = weights
-        if not isinstance(given, RawWeights):
-            found = type(given).__name__
-            raise WeightsError(f"weights: expected RawWeights(tensors={{'w13': ...}}), got {found}; nothing was loaded")
-        check_weights(weights, self.request, len(self.local_experts))
-        if self._bound is not None:
-            self._reload(weights, self._bound.weights)
+        if self._loaded is not None:
+            self._reload(weights, self._loaded)
             return
-        prepared = self._manager.process_weights(self.plan, weights, None)
-        _take_ownership(prepared, weights, len(self.local_experts))
+        with telling(Compared.PLAN, self._group, _device_of(weights, self._device_type)):
+            self._check(weights)
+            prepared = self._manager.process_weights(self.plan, weights, None)
+            self._manager.check_names(self.plan, prepared, self)
+            _take_ownership(prepared, weights, len(self.local_experts))
         bound = BoundExperts(self.plan, prepared, self._manager, self._group)
         for name, tensor in prepared.tensors.items():
             self.register_parameter(name, torch.nn.Parameter(tensor.data, requires_grad=False))
-        self._bound = bound
+        self._loaded = self._bound = bound
 
-    def _reload(self, weights: RawWeights, prepared: PreparedWeights) -> None:
+    def _check(self, weights: object) -> None:
+        if not isinstance(weights, RawWeights):
+            found = type(weights).__name__
+            raise WeightsError(f"weights: expected RawWeights(tensors={{'w13': ...}}), got {found}; nothing was loaded")
+        check_weights(weights, self.request, len(self.local_experts))
+
+    def _reload(self, weights: RawWeights, bound: BoundExperts) -> None:
+        prepared = bound.weights
         device = next(iter(prepared.tensors.values())).data.device
-        foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
-        if foreign:
-            raise WeightsError(f"the layer lies on {device}, these weights do not: {foreign}; nothing was loaded")
-        callables = prepared.activation, prepared.post_norm
+        with telling_of_reload(self.plan, self._group, device):
+            self._check(weights)
+            foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
+            if foreign:
+                raise WeightsError(f"the layer lies on {device}, these weights do not: {foreign}; nothing was loaded")
+        check_reload(self.plan, weights, self._group)
+        self._bound = None
         self._manager.process_weights(self.plan, weights, prepared)
-        if (prepared.activation, prepared.post_norm) != callables:
+        if (prepared.activation, prepared.post_norm) != bound.callables:
             # Bound functions hold the callables themselves.
-            self._bound = BoundExperts(self.plan, prepared, self._manager, self._group)
+            bound = BoundExperts(self.plan, prepared, self._manager, self._group)
+        self._loaded = self._bound = bound
 
     def forward(
         self,
@@ -134,10 +154,19 @@ class MoELayer(torch.nn.Module):
         phase: str | None = None,
         overlap: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run the experts; arguments, result and errors as `BoundExperts.__call__`."""
+        """Run the experts; arguments, result and errors as `BoundExperts.__call__`.
+
+        Raises:
+            WeightsError: Nothing was loaded yet, or the last reload failed midway.
+        """
         bound = self._bound
         if bound is None:
-            raise WeightsError("this layer has no weights yet; call load_weights first")
+            raise WeightsError(
+                "this layer has no weights yet; call load_weights first"
+                if self._loaded is None
+                else "the last reload of this layer failed and its weights may be partly overwritten; "
+                "call load_weights again with all of them"
+            )
         return bound(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
 
     def explain(self, *, full: bool = False) -> str:
@@ -169,6 +198,22 @@ class MoELayer(torch.nn.Module):
         raise TypeError(
             "MoELayer cannot be pickled: its functions are bound to this process; pickle layer.plan instead"
         )
+
+
+def _device_of(weights: object, device_type: str) -> torch.device:
+    """Where a rank's weights lie, whatever else is wrong with them; without any, a device of the layer's type.
+
+    A machine that is emulated has its weights elsewhere, and a type that this torch need not know.
+    """
+    tensors: Iterable[object] = weights.tensors.values() if isinstance(weights, RawWeights) else ()
+    devices = [tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    of_type = [device for device in devices if device.type == device_type]
+    for device in (*of_type, *devices):
+        return device
+    try:
+        return torch.device(device_type)
+    except RuntimeError:
+        return torch.device("cpu")
 
 
 def _take_ownership(prepared: PreparedWeights, weights: RawWeights, num_experts: int) -> None:

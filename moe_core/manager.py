@@ -71,13 +71,44 @@ class BackendManager(PluginRegistry):
         return None
 
     def process_weights(self, plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
-        """The runner's plugin's prepared weights; checks their type and tag."""
+        """The runner's plugin's prepared weights; checks their type and tag, and that a reload moves no tensor.
+
+        Raises:
+            PluginError: `out` is in another layout than the plan's, before anything is written to it; or the plugin
+                fails, or does not answer as it should: `out` may then be partly overwritten, and a note says so.
+        """
+        # Its own mapping: what a plugin does to it stays with the plugin.
+        own = attrs.evolve(weights, tensors=dict(weights.tensors))
+        if out is None:
+            return self._prepared(plan, own, None)
+        if out.layout != plan.weight_layout:
+            raise PluginError(
+                f"a plan for weight layout {plan.weight_layout!r} cannot refill weights in {out.layout!r}; nothing was "
+                "written: prepare new ones"
+            )
+        return self._refilled(plan, own, out)
+
+    def _refilled(self, plan: MoEPlan, weights: RawWeights, out: PreparedWeights) -> PreparedWeights:
+        from moe_core.refill import PARTLY_WRITTEN, Kept
+
+        kept = Kept.of(out)
+        try:
+            self._prepared(plan, weights, out)
+            if changes := kept.changes(out):
+                problem = f"a reload changes nothing of out but the values of its tensors; {', '.join(changes)}"
+                self._refuse(plan.runner_plugin, "process_weights_after_loading", problem)
+        except BaseException as error:
+            kept.restore(out)
+            error.add_note(PARTLY_WRITTEN)
+            raise
+        return out
+
+    def _prepared(self, plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+        """The plugin's answer, whose form is right."""
         from moe_core.payloads import PreparedWeights
 
         name, hook = plan.runner_plugin, "process_weights_after_loading"
-        # Its own mapping: what a plugin does to it stays with the plugin.
-        own = attrs.evolve(weights, tensors=dict(weights.tensors))
-        prepared = self._ask(name, hook, plan=plan, weights=own, out=out)
+        prepared = self._ask(name, hook, plan=plan, weights=weights, out=out)
         if not isinstance(prepared, PreparedWeights):
             self._refuse(name, hook, f"expected PreparedWeights, got {type(prepared).__name__}")
         if out is not None and prepared is not out:
@@ -91,6 +122,13 @@ class BackendManager(PluginRegistry):
         if prepared.layout != plan.weight_layout:
             self._refuse(name, hook, f"expected layout {plan.weight_layout!r}, got {prepared.layout!r}")
         return prepared
+
+    def check_names(self, plan: MoEPlan, weights: PreparedWeights, owner: object) -> None:
+        """Raise `PluginError` unless all tensors can become parameters of `owner`, beside the attributes it has."""
+        if taken := [name for name in weights.tensors if hasattr(owner, name)]:
+            kind = type(owner).__name__
+            problem = f"tensors become attributes of {kind}, which has {', '.join(taken)} itself; give other names"
+            self._refuse(plan.runner_plugin, "process_weights_after_loading", problem)
 
     def bind_experts(
         self, plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup
@@ -129,10 +167,11 @@ class BackendManager(PluginRegistry):
         raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {problem}")
 
 
-def _is_prepared(name: str, tensor: object) -> bool:
+def _is_prepared(name: object, tensor: object) -> bool:
     from moe_core.payloads import PreparedTensor
 
-    return isinstance(tensor, PreparedTensor) and hasattr(tensor.data, "data_ptr") and name.isidentifier()
+    is_plain = isinstance(name, str) and name.isidentifier()
+    return is_plain and isinstance(tensor, PreparedTensor) and hasattr(tensor.data, "data_ptr")
 
 
 @functools.cache

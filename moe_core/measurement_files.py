@@ -6,20 +6,24 @@ A file is of one machine. `measurement_sources` says which files count.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 
 from moe_core.environment import Environment
 from moe_core.errors import SpecError, UnwrittenError
+from moe_core.json_files import ENCODING, JsonValue, parse_json, shown
 from moe_core.measurements import Measurement, MeasurementTable
 from moe_core.whole_file import write_whole
 
 SCHEMA = 1
 #: Largest file that is read (a quarter of a million times, a few seconds), and largest token count in it.
 _MOST_BYTES, _MOST_TOKENS = 4 << 20, 1 << 31
+#: How a token count is written, of which `_MOST_TOKENS` has ten digits.
+_COUNT = re.compile("[1-9][0-9]{0,9}")
 #: Shape -> candidate -> token count -> microseconds.
 Times: TypeAlias = Mapping[str, Mapping[str, Mapping[int, float]]]
 
@@ -48,21 +52,28 @@ class MeasurementFile:
             SpecError: It cannot be read, is of another version, or holds something else; the message names the place.
         """
         try:
-            data = json.loads(_text(path))
-        except (OSError, ValueError, RecursionError) as error:
+            data = parse_json(_text(path))
+        except (OSError, ValueError) as error:
             raise SpecError(f"measurements {path}: cannot be read ({error})") from error
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise SpecError(f"measurements {path}: expected schema {SCHEMA}, got {found!r}; run moe-core tune again")
         try:
-            return cls(
-                environment=Environment.from_json(data["environment"], source=str(path)),
-                plugins={str(name): str(version) for name, version in data["plugins"].items()},
-                date=str(data["date"]),
-                times={shape: _read_times(of_shape) for shape, of_shape in data["times"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise SpecError(f"measurements {path}: {type(error).__name__}: {error}; run moe-core tune again") from error
+            return cls._of(JsonValue(data), str(path))
+        except SpecError as error:
+            raise SpecError(f"measurements {path}: {error}; run moe-core tune again") from error
+
+    @classmethod
+    def _of(cls, data: JsonValue, source: str) -> MeasurementFile:
+        schema = data.fields().get("schema", JsonValue(None)).content
+        if type(schema) is not int or schema != SCHEMA:
+            raise SpecError(f"expected schema {SCHEMA}, got {shown(schema)}")
+        return cls(
+            environment=Environment.from_json(data["environment"].content, source=source),
+            plugins={name: version.name() for name, version in data["plugins"].fields().items()},
+            date=data["date"].name(),
+            times={
+                shape: {candidate: _read_times(times) for candidate, times in of_shape.fields().items()}
+                for shape, of_shape in data["times"].fields().items()
+            },
+        )
 
     def to_text(self) -> str:
         """The file's content: JSON, one line per candidate."""
@@ -157,30 +168,18 @@ def _text(path: Path) -> str:
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise OSError(f"it has {size} bytes, at most {_MOST_BYTES} are read")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding=ENCODING)
 
 
-def _read_times(of_shape: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    return {
-        candidate: {_token_count(count): _time(time) for count, time in times.items()}
-        for candidate, times in of_shape.items()
-    }
+def _read_times(data: JsonValue) -> dict[int, float]:
+    return {_token_count(text, data.place): time.above_zero() for text, time in data.fields().items()}
 
 
-def _token_count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count < _MOST_TOKENS:
-        raise SpecError(f"expected a token count from 1 to below {_MOST_TOKENS}, got {text}")
-    if str(count) != text:
-        # ` 1` or `01` beside `1` would be one count with two times.
-        raise SpecError(f"expected a token count as {count}, got {text!r}")
-    return count
-
-
-def _time(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise SpecError(f"expected microseconds > 0, got {value!r}")
-    return float(value)
+def _token_count(text: str, place: str) -> int:
+    # ` 1` or `01` beside `1` would be one count with two times.
+    if not _COUNT.fullmatch(text) or int(text) >= _MOST_TOKENS:
+        raise SpecError(f"{place}: expected token counts from 1 to below {_MOST_TOKENS}, got {shown(text)}")
+    return int(text)
 
 
 def _shape_text(shape: str, of_shape: Mapping[str, Mapping[int, float]]) -> str:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import attrs
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
+from moe_core.findings import Reason, WorkloadDecision
 from moe_core.request import LayerRequest, Pins
-
-if TYPE_CHECKING:
-    from moe_core.decision import Reason, WorkloadDecision
 
 _Declared = DeclaredDispatcher | DeclaredRunner
 _Subject = TypeVar("_Subject")
 #: Reason -> the titles of the workloads in which it holds.
-_Titles: TypeAlias = "dict[Reason, list[str]]"
-_Against: TypeAlias = "dict[_Subject, _Titles]"
+_Titles: TypeAlias = dict[Reason, list[str]]
+_Against: TypeAlias = dict[_Subject, _Titles]
 #: Plugin, name, and what is against it.
-_Row: TypeAlias = "tuple[str, str, _Titles]"
+_Row: TypeAlias = tuple[str, str, _Titles]
 #: Reasons that end every other question: nobody changes the device for a layer.
 _MACHINE = ("device", "arch")
 #: What follows from the model, so that other layers may use the spec and this one never does.
@@ -198,8 +196,7 @@ def _is_of_machine(reason: Reason) -> bool:
 
 
 def _is_of_model(reason: Reason) -> bool:
-    field = reason.needs.partition(" ")[0]
-    return reason.code in _MODEL or (reason.code == "limit" and field in _MODEL_SIZES)
+    return reason.code in _MODEL or reason.field in _MODEL_SIZES
 
 
 def _named(request: LayerRequest, sections: Collection[WorkloadDecision]) -> set[_Declared]:

@@ -16,6 +16,7 @@ import attrs
 
 from moe_core.activation import SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError, UnknownNameError
+from moe_core.json_files import ENCODING, shown
 from moe_core.model_layers import draft_modules, experts_module, model_type, moe_layers
 from moe_core.quant import LayerQuant, QuantScheme, read_layer
 from moe_core.request import LayerRequest
@@ -101,11 +102,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(file.read_text(encoding=ENCODING))
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"model configuration {file}: not readable as JSON ({error})") from error
     if not isinstance(content, dict):
-        raise SpecError(f"model configuration {file}: expected a JSON object, got {type(content).__name__}")
+        raise SpecError(f"model configuration {file}: expected a JSON object, got {shown(content)}")
     return content
 
 
@@ -177,7 +178,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for part, name in ((part, name) for part in (text, config) for name in _QUANT_NAMES):
         found = part.get(name)
         if found is not None and not isinstance(found, Mapping):
-            raise SpecError(f"model configuration, {name}: expected fields with values or none, got {found!r}")
+            raise SpecError(f"model configuration, {name}: expected fields with values or none, got {shown(found)}")
         quantization = quantization or found
     if quantization and quantization.get("quant_method") == "fp8" and text.get("expert_dtype") is not None:
         return {"expert_dtype": text["expert_dtype"], **quantization}
@@ -217,7 +218,7 @@ def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
             raise SpecError(f"{where}: {name} has no entry for layer {layer}; give its sizes by hand")
         value = value[layer]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"{where}: expected {name} to be a whole number >= 1, got {value!r}")
+        raise SpecError(f"{where}: expected {name} to be a whole number >= 1, got {shown(value)}")
     return value
 
 
@@ -245,5 +246,5 @@ def _activation(text: Mapping[str, Any]) -> ActivationSpec:
 def _number(text: Mapping[str, Any], name: str, default: float | None) -> float | None:
     value = text.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
-        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a number, got {value!r}")
+        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a number, got {shown(value)}")
     return default if value is None else value

@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_core.errors import SpecError
+from moe_core.json_files import shown
+
+#: Largest number of layers: far above that of the deepest models (some hundred), and looked at within a second.
+MOST_LAYERS = 1 << 12
 
 #: What families without an entry below use.
 EXPERTS_MODULE = "model.layers.{layer}.mlp.experts"
@@ -76,12 +80,13 @@ def draft_modules(text: Mapping[str, Any]) -> dict[int, str]:
     if type(count) is int and count == 0:
         return {}
     name, layers = _of_family(DRAFT_MODULES, text), text.get("num_hidden_layers")
-    where = f"model type {model_type(text)!r}, {key} {count!r}"
+    where = f"model type {model_type(text)!r}, {key} {shown(count)}"
     if name is None:
         known = ", ".join(sorted(family for families in DRAFT_MODULES.values() for family in families))
         raise SpecError(f"{where}: where draft layers of this family have experts is not known; known: {known}")
-    if type(count) is not int or count < 0 or type(layers) is not int:
-        raise SpecError(f"{where}: expected whole numbers, num_hidden_layers is {layers!r}")
+    if type(count) is not int or not 0 <= count <= MOST_LAYERS or type(layers) is not int:
+        expected = f"expected whole numbers up to {MOST_LAYERS}"
+        raise SpecError(f"{where}: {expected}, num_hidden_layers is {shown(layers)}")
     return {layers + draft: name.format(layer=layers + draft, draft=draft) for draft in range(count)}
 
 
@@ -94,7 +99,7 @@ def moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
     where = f"model type {model_type(text)!r}"
     if (listed := text.get("moe_layers")) is not None:
         if not isinstance(listed, list) or not all(type(layer) is int and layer >= 0 for layer in listed):
-            raise SpecError(f"{where}: expected moe_layers to be a list of layer indices, got {listed!r}")
+            raise SpecError(f"{where}: expected moe_layers to be a list of layer indices, got {shown(listed)}")
         return tuple(listed)
     for name, words in _KIND_PER_LAYER.items():
         kinds = _kinds(text, name)
@@ -102,8 +107,8 @@ def moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
         if kinds and ("dense" in kinds or not words.isdisjoint(kinds)):
             return [layer for layer, kind in enumerate(kinds) if kind in words]
     count = text.get("num_hidden_layers")
-    if type(count) is not int or count < 1:
-        raise SpecError(f"{where}: num_hidden_layers is {count!r}, expected a number of layers")
+    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+        raise SpecError(f"{where}: num_hidden_layers is {shown(count)}, expected 1 to {MOST_LAYERS} layers")
     rules = {name: rule for name, rule in _LAYER_RULES.items() if text.get(name) is not None}
     for name in (*rules, "expert_layer_offset"):
         _require_whole_numbers(text, name)
@@ -121,7 +126,7 @@ def _kinds(text: Mapping[str, Any], name: str) -> Sequence[str]:
         return ()
     letters = name == _LETTERS and isinstance(kinds, str)
     if not letters and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a word per layer, got {kinds!r}")
+        raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a word per layer, got {shown(kinds)}")
     return tuple(kinds)
 
 

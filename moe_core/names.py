@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moe_core.decision import PluginReport
 from moe_core.declared import DeclaredDispatcher, DeclaredRunner, answers_to
 from moe_core.errors import UnknownNameError
+from moe_core.findings import PluginReport
 from moe_core.request import LayerRequest
 
 
@@ -20,14 +20,23 @@ def check_names(
     for pin in (request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)):
         if pin is not None and pin not in a2a_names and not any(answers_to(pin, d) for d in dispatchers):
             fits = _joins(dispatchers, runners, request.runner_backend)
-            raise UnknownNameError("a2a backend", pin, a2a_names, hint=f"{fits}{_failed_hint(reports)}".rstrip())
+            hint = f"{fits}{_failed_hint(reports)}".rstrip()
+            raise UnknownNameError("a2a backend", pin, a2a_names, hint, _spellings(dispatchers))
     if request.runner_backend is not None and not any(answers_to(request.runner_backend, d) for d in runners):
         names = {d.spec.name for d in runners}
-        raise UnknownNameError("runner backend", request.runner_backend, names, hint=_failed_hint(reports))
+        hint = _failed_hint(reports)
+        raise UnknownNameError("runner backend", request.runner_backend, names, hint, _spellings(runners))
     everything = a2a_names | {name for d in declared for name in (d.plugin, d.spec.name)} | {r.name for r in reports}
     for name in (*request.prefer, *request.exclude):
         if name not in everything and not any(answers_to(name, d) for d in declared):
-            raise UnknownNameError("backend", name, everything, hint=_failed_hint(reports))
+            raise UnknownNameError("backend", name, everything, _failed_hint(reports), _spellings(declared))
+
+
+def _spellings(declared: Iterable[DeclaredDispatcher | DeclaredRunner]) -> set[str]:
+    """Every name that `answers_to` takes."""
+    return {
+        name for d in declared for short in (d.spec.name, d.spec.short_name) for name in (short, f"{d.plugin}:{short}")
+    }
 
 
 def _joins(dispatchers: list[DeclaredDispatcher], runners: list[DeclaredRunner], pin: str | None) -> str:

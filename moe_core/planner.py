@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import attrs
 
 from moe_core import dispatch_dtype
-from moe_core.decision import Decision, DtypeChoice, Ranked, WorkloadDecision
+from moe_core.decision import Decision
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, ResolutionError, UnknownNameError
 from moe_core.explanation import refusal
+from moe_core.findings import DtypeChoice, Ranked, WorkloadDecision
 from moe_core.manager import BackendManager
 from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
@@ -19,6 +20,7 @@ from moe_core.plan import MoEPlan, Route
 from moe_core.ranking import is_users_order
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.resolver import resolve
+from moe_core.stand_ins import notes_with
 from moe_core.vocabulary import ANY
 
 
@@ -114,7 +116,7 @@ def _plan(
         route, dtype = _route(manager, request, workload)
         routes.append(route)
         deviations += [workload.fallback, *(dtype.notes if dtype.requested else ())]
-        notes += workload.notes
+        notes += notes_with(workload, route.candidate)
     deviations = [text for text in dict.fromkeys(deviations) if text]
     plan = MoEPlan(
         request=request,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import attrs
 
-from moe_core.decision import DtypeChoice, Ranked
 from moe_core.declared import Candidate, belongs_to
 from moe_core.environment import Environment
+from moe_core.findings import DtypeChoice, Ranked
 from moe_core.measurements import MeasurementTable
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS

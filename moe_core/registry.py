@@ -14,10 +14,10 @@ import attrs
 import pluggy
 
 from moe_core import hookspecs
-from moe_core.decision import PluginReport
 from moe_core.discovery import Failed, Found, being_loaded, load
 from moe_core.environment import Environment, probe_environment
 from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
+from moe_core.findings import PluginReport
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
 from moe_core.requirement import Program

@@ -9,19 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 from moe_core import dispatch_dtype
-from moe_core.decision import (
-    Decision,
-    DtypeChoice,
-    PairReport,
-    PluginReport,
-    Reason,
-    SpecReport,
-    WorkloadDecision,
-)
+from moe_core.decision import Decision
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError
 from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
+from moe_core.findings import DtypeChoice, PairReport, PluginReport, Reason, SpecReport, WorkloadDecision
 from moe_core.measurements import MeasurementTable
 from moe_core.misses import Misses, relevant
 from moe_core.names import check_names
@@ -29,6 +22,7 @@ from moe_core.ranking import rank
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.sharing import in_step
 from moe_core.specs import PluginSpec, Requirement
+from moe_core.stand_ins import notes_with
 from moe_core.token_ranges import lanes_of, ranges_of
 
 _Declared = DeclaredDispatcher | DeclaredRunner
@@ -73,6 +67,7 @@ def resolve(
     else:
         workloads, reason = _in_ranges(request, workloads, environment, table)
         layout = None if reason else workloads[0].ranked[0].candidate.runner.spec.weight_layout
+    workloads = [_with_stand_in(decision) for decision in workloads]
     return Decision(
         request=request,
         environment=environment,
@@ -83,6 +78,13 @@ def resolve(
         reasons=(reason,) if reason else (),
         error=str(reason) if reason else error,
     )
+
+
+def _with_stand_in(decision: WorkloadDecision) -> WorkloadDecision:
+    """With a note if the first candidate takes the place of one that this layer is refused."""
+    if not decision.ranked:
+        return decision
+    return attrs.evolve(decision, notes=notes_with(decision, decision.ranked[0].candidate))
 
 
 def _in_ranges(

@@ -21,7 +21,7 @@ import math
 import attrs
 import torch
 
-from moe_core.errors import InputError, SpecError
+from moe_core.errors import InputError, SpecError, some_of
 from moe_core.kernels.checks import can_assert
 from moe_core.payloads import Tensor
 from moe_core.vocabulary import at_least, instance_of, one_of
@@ -208,5 +208,4 @@ def _bad_numbers(good_rows: Tensor, correction_bias: Tensor | None) -> str:
 
 
 def _where_false(flags: Tensor) -> str:
-    positions = torch.nonzero(~flags).flatten().tolist()
-    return ", ".join(map(str, positions[:8])) + (f" and {len(positions) - 8} more" if len(positions) > 8 else "")
+    return some_of(torch.nonzero(~flags).flatten().tolist(), most=8)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from moe_core.decision import Ranked, Reason, WorkloadDecision
+from moe_core.findings import Ranked, Reason, WorkloadDecision
 from moe_core.ranking import set_apart
 from moe_core.request import LayerRequest
 

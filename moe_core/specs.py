@@ -255,6 +255,8 @@ class RunnerSpec(_Part):
         graph_safe: No host synchronisation; fixed shapes.
         deterministic: A token's result is the same bits whatever else is in the batch.
         tier: `reference`, `generic`, `tuned` or `fused`; ranks where no measurement does.
+        stands_in_for: `name.kernel` of the runner of this plugin whose place it takes where that one is refused, for
+            example on weights in a plainer layout. The decision then notes both and why; the order is as without.
     """
 
     kernel: str = attrs.field(validator=is_name)
@@ -277,6 +279,7 @@ class RunnerSpec(_Part):
     one_input_scale: bool = attrs.field(default=False, validator=instance_of(bool))
     row_alignment: int = attrs.field(default=1, validator=at_least(1))
     tier: str = attrs.field(default="generic", validator=one_of(*TIERS))
+    stands_in_for: str | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(str)))
 
     def __attrs_post_init__(self) -> None:
         """A fused runner names its a2a backend, any other has none."""
@@ -313,7 +316,8 @@ class PluginSpec:
         hook_api: The interface number the plugin was written for, as a literal: an imported constant always matches.
         description: One line for tables.
         dispatchers: Its dispatchers; short names are unique.
-        runners: Its runners; short names are unique.
+        runners: Its runners; short names are unique. One that stands in for another names one that is declared here
+            and itself stands in for none.
         requirements: Distributions that everything in this plugin needs.
         variables: Environment variables that its libraries read besides those of its parts: recorded with the machine.
         generations: How to tell the generations of a device type whose torch does not say; CUDA's does.
@@ -333,9 +337,16 @@ class PluginSpec:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Short names are unique per kind."""
+        """Short names are unique per kind, and what stands in does so for a runner that is there."""
         for kind, specs in (("dispatcher", self.dispatchers), ("runner", self.runners)):
             names = [spec.short_name for spec in specs]
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
                 raise SpecError(f"PluginSpec {self.name!r} declares {kind} {', '.join(repeated)} more than once")
+        usual = [runner.short_name for runner in self.runners if runner.stands_in_for is None]
+        for runner in self.runners:
+            if runner.stands_in_for not in (None, *usual):
+                raise SpecError(
+                    f"PluginSpec {self.name!r}: runner {runner.short_name} stands in for {runner.stands_in_for!r}, "
+                    f"expected one of its runners that stand in for none: {', '.join(usual) or 'there is none'}"
+                )

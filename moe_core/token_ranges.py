@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from moe_core.decision import DtypeChoice, Ranked, WorkloadDecision
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
+from moe_core.findings import DtypeChoice, Ranked, WorkloadDecision
 from moe_core.measurements import MeasurementTable, is_saturated
 from moe_core.ranking import by_tier, rank
 from moe_core.request import LayerRequest

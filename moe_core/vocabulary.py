@@ -37,6 +37,8 @@ SCALE_LAYOUTS = (
 )
 #: Those with a scale that is not among a token's own: the runner has it from its checkpoint, the dispatcher from there.
 CALIBRATED_LAYOUTS = ("block_16", "block_16_tiled")
+#: The weight layout that several plugins read: weights as they are stored. Every other one is its plugin's own.
+CANONICAL = "canonical"
 #: What a workload is; `any` stands for a layer that does not tell its phases apart.
 PHASES = (ANY, "prefill", "decode", "verify")
 #: Declared speed class of a runner, slowest first; ranks where no measurement does.

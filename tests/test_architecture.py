@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_core.environment import PRESETS
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "moe_core"
 PACKAGES = [CORE, *sorted(ROOT.glob("plugins/*/moe_plugin_*"))]
@@ -102,3 +104,10 @@ def test_declarative_modules_import_without_torch() -> None:
         [sys.executable, "-c", script, *modules], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_no_packages_that_nothing_asks_for(name: str) -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in FILES.values())
+    asked = set(re.findall(r'Requirement\(\s*module="(\w+)"', sources))
+    assert {module for module, _ in PRESETS[name].packages} <= asked

@@ -6,8 +6,8 @@ import pickle
 import pytest
 from fakes import A3, CPU, PREFILL_AND_DECODE, SM90, VENDORS, decide, expect, request
 
-from moe_core.decision import PluginReport, Reason
 from moe_core.errors import SpecError
+from moe_core.findings import PluginReport, Reason
 from moe_core.quant import W8A8_INT8
 from moe_core.request import Workload
 from moe_core.resolver import resolve

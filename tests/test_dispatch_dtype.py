@@ -26,9 +26,10 @@ from fakes import (
     runner,
 )
 
-from moe_core.decision import Decision, DtypeChoice
+from moe_core.decision import Decision
 from moe_core.deprecated import BF16_DISPATCH_VARIABLE, bf16_dispatch_requested
 from moe_core.environment import Environment
+from moe_core.findings import DtypeChoice
 from moe_core.planner import PlanWarning, make_plan
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP8, NVFP4, W4A4_INT4, W8A8_INT8, QuantScheme
 from moe_core.request import Workload

@@ -327,6 +327,17 @@ def test_a_runner_refuses_weights_of_another_layout(layer: MoELayer) -> None:
 
 
 @pytest.mark.error_path
+def test_weights_of_another_layout_are_not_refilled(layer: MoELayer) -> None:
+    tensors = random_tensors(SMALL)
+    theirs = {name: PreparedTensor(data=torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+    foreign = PreparedWeights(layout="someone_elses", tensors=theirs)
+    with pytest.raises(PluginError, match="layout 'canonical' cannot refill weights in 'someone_elses'; nothing was"):
+        torch_manager().process_weights(layer.plan, RawWeights(tensors=tensors), foreign)
+    if any(tensor.data.any() for tensor in theirs.values()):
+        raise AssertionError("something was written")
+
+
+@pytest.mark.error_path
 def test_pickling_and_copying_say_what_to_do_instead(layer: MoELayer) -> None:
     for duplicate in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match=r"pickle layer\.plan instead"):

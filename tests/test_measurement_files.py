@@ -66,6 +66,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert FILE.num_times == 4
 
 
+def test_a_file_with_a_mark_of_the_byte_order(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(FILE.to_text(), encoding="utf-8-sig")
+    assert MeasurementFile.read(path) == FILE
+
+
 def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "times.json"
     FILE.write(path)
@@ -144,21 +150,31 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         ("", "cannot be read"),
         ("\x00", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ("[]", "expected schema 1, got 'list'"),
+        ('{"schema": 1, "schema": 2}', "names the key 'schema' twice"),
+        (_data().replace('"times": {', '"times": {"shape a": {}, "shape a": {}, ', 1), "names the key 'shape a' twice"),
+        (_data(environment=[]), "expected an object, got a list"),
+        ("[]", "the document: expected an object, got a list"),
         (_data(schema=0), "expected schema 1, got 0; run moe-core tune again"),
         (_data(schema=2), "expected schema 1, got 2"),
-        (_data(times={"a": {TORCH: {"1": -1}}}), "expected microseconds > 0, got -1"),
-        (_data(times={"a": {TORCH: {"1": True}}}), "expected microseconds > 0, got True"),
-        (_data(times={"a": {TORCH: {"1": 10**400}}}), "OverflowError"),
-        (_data(times={"a": {TORCH: {"zero": 1}}}), "ValueError"),
-        (_data(times={"a": {TORCH: {"0": 1}}}), "expected a token count from 1"),
-        (_data(times={"a": {TORCH: {"1": 5, " 1": 6}}}), "expected a token count as 1, got ' 1'"),
-        (_data(times={"a": {TORCH: {"9" * 400: 1}}}), "expected a token count from 1 to below 2147483648"),
+        (_data(schema=True), "expected schema 1, got true"),
+        (_data(schema=1.0), "expected schema 1, got 1.0"),
+        (_data(date=["2026-11-28"]), "date: expected a text, got a list"),
+        (_data(plugins=[]), "plugins: expected an object, got a list"),
+        (_data(plugins={"torch": 1}), "plugins.torch: expected a text, got 1"),
+        (_data(plugins={"torch": "\x1b[31m"}), "plugins.torch: expected a printable text"),
+        (_data(times={"E8 K2": {TORCH: {"1": -1}}}), f'times["E8 K2"]["{TORCH}"]["1"]: expected a number > 0, got -1'),
+        (_data(times={"a": {TORCH: {"1": True}}}), "expected a number > 0, got true"),
+        (_data(times={"a": {TORCH: {"1": float("nan")}}}), "expected a number > 0, got NaN"),
+        (_data(times={"a": {TORCH: {"1": 10**400}}}), "expected a number > 0, got 1000"),
+        (_data(times={"a": {TORCH: {"zero": 1}}}), f'times.a["{TORCH}"]: expected token counts from 1 to below'),
+        (_data(times={"a": {TORCH: {"0": 1}}}), "expected token counts from 1"),
+        (_data(times={"a": {TORCH: {"1": 5, " 1": 6}}}), 'got " 1"'),
+        (_data(times={"a": {TORCH: {"9" * 400: 1}}}), "expected token counts from 1 to below 2147483648, got"),
         (" " * (4 << 20) + "{}", "it has 4194306 bytes, at most 4194304 are read"),
-        (_data(times={"a": [1]}), "AttributeError"),
-        (_data(times=3), "AttributeError"),
+        (_data(times={"a": [1]}), "times.a: expected an object, got a list"),
+        (_data(times=3), "times: expected an object, got 3"),
         (_data(environment={"device_type": "gpu"}), "device_type"),
-        (json.dumps({"schema": 1}), "KeyError: 'environment'"),
+        (json.dumps({"schema": 1}), "field 'environment' is missing"),
     ],
 )
 def test_a_broken_or_older_cache_is_reported_and_ignored(cache: Path, shipped: Path, text: str, why: str) -> None:

@@ -8,8 +8,8 @@ import attrs
 import pytest
 from fakes import CPU, DECODE, PREFILL_AND_DECODE, SM90, decide, request
 
-from moe_core.decision import Reason
 from moe_core.environment import Environment
+from moe_core.findings import Reason
 from moe_core.misses import Miss, Misses, compact, relevant
 
 WITHOUT_DEEP_GEMM = attrs.evolve(SM90, packages={"torch": "2.11.0", "deep_ep": "1.2.1"})

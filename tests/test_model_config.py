@@ -80,7 +80,10 @@ def test_dtype_and_scheme_can_be_given():
         ({"num_local_experts": 9}, "contradicts itself"),
         ({"num_experts": "eight"}, "whole number"),
         ({"num_experts_per_tok": [1, 2]}, "2 entries, expected one per layer"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is null"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers is 100000000000, expected 1 to 4096 layers"),
+        ({"num_experts": True}, "whole number >= 1, got true"),
+        ({"quantization_config": "\x1b"}, r'expected fields with values or none, got "\\u001b"'),
         ({"mlp_layer_types": ["dense"] * 6}, "makes every layer dense"),
         ({"moe_layer_start_index": [1, 2]}, "which layers have experts is not understood"),
         ({"torch_dtype": "removed"}, "names no dtype"),
@@ -98,11 +101,20 @@ def test_what_is_not_understood_is_an_error(changes, message):
         layer_groups(changed(**changes))
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"{", "not readable as JSON"), (b"[]", "expected a JSON object")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "not readable as JSON"), (b"[]", "expected a JSON object, got a list"), (b"null", "object, got null")],
+)
 def test_unreadable_files(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(SpecError, match=message):
         read_config(tmp_path)
+
+
+def test_a_file_with_a_mark_of_the_byte_order_and_a_repeated_key(tmp_path):
+    """As the models' own tools read it."""
+    (tmp_path / "config.json").write_text('{"a": 1, "a": 2}', encoding="utf-8-sig")
+    assert read_config(tmp_path) == {"a": 2}
 
 
 def test_the_real_configuration_classes_agree(tmp_path):

@@ -80,7 +80,8 @@ def test_names_of_draft_layers(family, key, modules):
     ("changes", "message"),
     [
         ({"num_nextn_predict_layers": 1}, "'some_moe', num_nextn_predict_layers 1: where draft layers .* is not known"),
-        ({"model_type": "deepseek_v3", "num_mtp_layers": "one"}, "num_mtp_layers 'one': expected whole numbers"),
+        ({"model_type": "deepseek_v3", "num_mtp_layers": "one"}, 'num_mtp_layers "one": expected whole numbers'),
+        ({"model_type": "qwen3_next", "num_mtp_layers": 10**11}, "expected whole numbers up to 4096"),
     ],
     ids=str,
 )

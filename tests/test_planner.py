@@ -29,10 +29,11 @@ from fakes import (
     request,
     runner,
 )
+from measured import measured
 
 from moe_core.errors import PluginError, ResolutionError, UnknownNameError
 from moe_core.manager import BackendManager
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.measurements import MeasurementTable
 from moe_core.planner import PlanWarning, make_plan, plan_layers
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import Limit
@@ -126,36 +127,18 @@ def test_who_chooses(policy: Any, fields: dict[str, Any], answer: tuple[str, str
     assert _plan_with({"select_dispatcher": _last}, policy, **fields) == answer
 
 
+def _named(runner_name: str) -> str:
+    return f"toy:toy.standard + toy:{runner_name}.standard"
+
+
 def test_measurements_are_above_the_plugin() -> None:
-    rows = [
-        Measurement(
-            candidate=f"toy:toy.standard + toy:{name}.standard",
-            arch="cpu",
-            shape=shape_key(request()),
-            num_tokens=8,
-            microseconds=time,
-            source="bench",
-        )
-        for name, time in (("a", 3.0), ("b", 2.0))
-    ]
-    assert _plan_with({"select_dispatcher": _last}, table=MeasurementTable(rows)) == ("b", "rank")
+    table = measured(request(), {_named("a"): {8: 3.0}, _named("b"): {8: 2.0}})
+    assert _plan_with({"select_dispatcher": _last}, table=table) == ("b", "rank")
 
 
 def test_a_policy_that_levels_ranges_leaves_one_route() -> None:
-    rows = [
-        Measurement(
-            candidate=f"toy:toy.standard + toy:{name}.standard",
-            arch="cpu",
-            shape=shape_key(request()),
-            num_tokens=count,
-            microseconds=time,
-            source="bench",
-        )
-        for name, times in (("a", (3.0, 9.0)), ("b", (4.0, 5.0)))
-        for count, time in zip((8, 64), times, strict=True)
-    ]
-    manager = manager_of(SPEC)
-    table, layer = MeasurementTable(rows), request(workloads=Workload(max_tokens=64))
+    table = measured(request(), {_named("a"): {8: 3.0, 64: 9.0}, _named("b"): {8: 4.0, 64: 5.0}})
+    manager, layer = manager_of(SPEC), request(workloads=Workload(max_tokens=64))
     routes = make_plan(manager, layer, CPU, table)[0].routes
     assert [(route.runner.spec.name, route.max_tokens) for route in routes] == [("a", 22), ("b", 64)]
     seen = []

@@ -12,6 +12,7 @@ from reference_moe import rel
 
 from moe_core import Environment, LayerRequest, MoELayer, RawWeights
 from moe_core.testing import Kit
+from moe_core.vocabulary import FORMATS, PHASES, TIERS, TOKEN_PLACEMENTS
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -53,3 +54,13 @@ def test_the_plugin_passes_the_conformance_kit() -> None:
     results = [case.run() for case in Kit(plugin, device="cpu").cases()]
     # A module without a file cannot be imported by another process.
     assert [result for result in results if result.status != "passed" and result.check != "import"] == []
+
+
+def test_every_word_that_the_commands_print_is_explained() -> None:
+    words = README.read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    terms = ("plugin", "variant", "spec", "pair", "combination", "scheme", "reason", "near miss", "workload", "phase")
+    terms += ("plan", "route", "graph", "dispatch dtype", "weight layout", "canonical", "rank", "pin", "prefer")
+    terms += ("policy", "measured", "tier", "draft layer", "cell", "floor")
+    terms += (" T ", "top-", " H ", " I ", "**ep**", "**tp**")
+    known = (*terms, *FORMATS, *PHASES, *TIERS, *TOKEN_PLACEMENTS)
+    assert [term for term in known if term.lower() not in words.lower()] == []

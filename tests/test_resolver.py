@@ -488,9 +488,9 @@ _CAPTURED = (Workload(phase="decode", graph_capture=True),)
         (_H100, {}, "triton:triton.fused"),
         (_H100, {"ep_size": 2}, "torch:torch_alltoall.standard + triton:triton.standard"),
         (_H100, {"ep_size": 2, "token_placement": "replicated"}, "torch:none.standard + triton:triton.standard"),
-        (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard_grouped_mm"),
+        (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard"),
         (_TORCH_ALONE, {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
-        (_TORCH_ALONE, {"workloads": _CAPTURED}, "torch:none.standard + torch:torch.standard_grouped_mm"),
+        (_TORCH_ALONE, {"workloads": _CAPTURED}, "torch:none.standard + torch:torch.standard"),
         (load_environment("cpu"), {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
     ],
 )
@@ -585,6 +585,10 @@ def test_prefer_is_above_measurements() -> None:
     [
         ({"a2a_backend": "depep"}, "unknown a2a backend 'depep'; did you mean 'deepep'"),
         ({"a2a_backend": "deepep.fast"}, "unknown a2a backend 'deepep.fast'; did you mean 'deepep'"),
+        ({"a2a_backend": "deepep.nrmal"}, "did you mean 'deepep.normal'"),
+        ({"a2a_backend": "cuda_deepgemm:deepep.nrmal"}, "did you mean 'cuda_deepgemm:deepep.normal'"),
+        ({"runner_backend": "deep_gemm.contiguous_bf61"}, "did you mean 'deep_gemm.contiguous_bf16'"),
+        ({"prefer": ("deepep.low_latncy",)}, "did you mean 'deepep.low_latency'"),
         ({"a2a_backend": "torch:deepep"}, "unknown a2a backend 'torch:deepep'"),
         ({"a2a_backend": "x", "runner_backend": "deep_gemm"}, r"'deep_gemm' can be joined to: deepep.low_latency"),
         ({"workloads": Workload(a2a_backend="depep")}, "unknown a2a backend 'depep'"),

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_core.activation import ActivationPattern, ActivationSpec
-from moe_core.decision import Decision, Reason
+from moe_core.decision import Decision
 from moe_core.declared import DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
+from moe_core.findings import Reason
 from moe_core.quant import BF16, FP8_BLOCK128, FP16, W8A8_INT8
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve

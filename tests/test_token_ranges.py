@@ -8,9 +8,10 @@ import pytest
 from fakes import CPU, PREFILL_AND_DECODE, dispatcher, manager_of, plugin, request, runner
 from hypothesis import given
 from hypothesis import strategies as st
+from measured import measured
 
 from moe_core.decision import Decision
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.measurements import MeasurementTable
 from moe_core.planner import make_plan
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
@@ -32,20 +33,7 @@ CROSSING: Times = {"few": {1: 10, 16: 20, 256: 300, 2048: 2000}, "many": {1: 30,
 
 
 def _table(times: Times, layer: LayerRequest = LAYER) -> MeasurementTable:
-    return MeasurementTable(
-        [
-            Measurement(
-                candidate=f"toy:toy.standard + toy:{name}.standard",
-                arch="cpu",
-                shape=shape_key(layer),
-                num_tokens=count,
-                microseconds=float(time),
-                source="bench",
-            )
-            for name, of_name in times.items()
-            for count, time in of_name.items()
-        ]
-    )
+    return measured(layer, {f"toy:toy.standard + toy:{name}.standard": of_name for name, of_name in times.items()})
 
 
 def _decide(times: Times, layer: LayerRequest = LAYER, spec: PluginSpec = SPEC) -> Decision:

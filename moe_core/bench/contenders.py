@@ -24,7 +24,7 @@ class Bound:
     Attributes:
         layer: The call.
         batches: The inputs in the dtypes that it wants.
-        runs: What it is: a combination, or a version.
+        runs: What it is with so many tokens: a combination, or a version.
         not_captured: Why it cannot be captured, "" if it can.
         note: What to know about its figures.
     """
@@ -72,7 +72,8 @@ class Combination:
         """Resolve, prepare and bind; raises what `MoELayer` raises."""
         layer = MoELayer(self.request(request, batches.num_tokens), device=device)
         layer.load_weights(RawWeights(tensors=dict(weights), handed_over=True))
-        candidate = layer.plan.routes[0].candidate
+        # Measured times may give several ranges of token counts a route each.
+        candidate = layer.plan.routes[layer.plan.route_index(batches.num_tokens)].candidate
         parts = [part for part in (candidate.dispatcher, candidate.runner) if part is not None]
         waiting = [part.full_name for part in parts if not part.spec.graph_safe]
         return Bound(

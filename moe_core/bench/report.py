@@ -14,6 +14,7 @@ import torch
 
 from moe_core.environment import Environment, installed_packages
 from moe_core.errors import SpecError
+from moe_core.json_files import JsonValue, read_json, shown
 from moe_core.tuning.ceilings import Ceilings
 from moe_core.tuning.timing import Timing
 from moe_core.whole_file import write_whole
@@ -85,7 +86,7 @@ class Row:
         scheme: Label of the weights' scheme.
         num_tokens: T.
         implementation: What ran: a peer, or `moe-core` as the resolver chooses or as it was pinned.
-        runs: The combination that a plan chose, or the version of a peer.
+        runs: The combination that ran with so many tokens, or the version of a peer.
         floor: Microseconds that nothing can be much below.
         timing: The samples; None where there is no figure.
         error: Relative error of the result's norm against the layer in fp32.
@@ -118,11 +119,46 @@ class Row:
         return data
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Row:
-        """Read what `to_json` gave."""
-        timing = data["timing"]
-        fields = {field.name: data[field.name] for field in attrs.fields(cls)}
-        return cls(**{**fields, "timing": timing and Timing(tuple(timing["samples"]), timing["method"])})
+    def from_json(cls, data: JsonValue) -> Row:
+        """Read what `to_json` gave; raises `SpecError` that names the place."""
+        return cls(
+            layer=data["layer"].name(),
+            scheme=data["scheme"].name(),
+            num_tokens=data["num_tokens"].whole(1),
+            implementation=data["implementation"].name(),
+            runs=data["runs"].name(),
+            floor=data["floor"].above_zero(),
+            timing=data["timing"].optional(_timing),
+            error=data["error"].optional(JsonValue.not_below_zero),
+            problem=data["problem"].text(),
+            note=data["note"].text(),
+            issue_microseconds=data["issue_microseconds"].optional(JsonValue.above_zero),
+            held_bytes=data["held_bytes"].optional(lambda value: value.whole(0)),
+            activation_bytes=data["activation_bytes"].optional(lambda value: value.whole(1)),
+        )
+
+
+def _timing(data: JsonValue) -> Timing:
+    samples = tuple(sample.above_zero() for sample in data["samples"].elements())
+    if not samples:
+        data["samples"].refuse("at least one sample")
+    return Timing(samples, data["method"].name())
+
+
+def _machine(data: JsonValue) -> Machine:
+    ceilings = data["ceilings"]
+    return Machine(
+        device=data["device"].name(),
+        arch=data["arch"].name(),
+        threads=data["threads"].whole(1),
+        clock=data["clock"].name(),
+        versions={name: version.name() for name, version in data["versions"].fields().items()},
+        ceilings=Ceilings(
+            bytes_per_us=ceilings["bytes_per_us"].above_zero(),
+            flops_per_us={word: rate.above_zero() for word, rate in ceilings["flops_per_us"].fields().items()},
+        ),
+        date=data["date"].name(),
+    )
 
 
 @attrs.frozen
@@ -145,15 +181,10 @@ class Report:
     def read(cls, path: Path) -> Report:
         """Read a file that `write` wrote; raises `SpecError` if it is none."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["schema"] != SCHEMA:
-                raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
-            machine = data["machine"]
-            return cls(
-                Machine(**{**machine, "ceilings": Ceilings(**machine["ceilings"])}),
-                tuple(map(Row.from_json, data["rows"])),
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SpecError(
-                f"results {path}: not the JSON of moe-core bench ({type(error).__name__}: {error})"
-            ) from error
+            data = JsonValue(read_json(path))
+            schema = data["schema"]
+            if schema.whole(0) != SCHEMA:
+                raise SpecError(f"schema {shown(schema.content)}, this version reads {SCHEMA}")
+            return cls(_machine(data["machine"]), tuple(map(Row.from_json, data["rows"].elements())))
+        except (OSError, ValueError) as error:
+            raise SpecError(f"results {path}: not the JSON of moe-core bench ({error})") from error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from moe_core.decision import Reason
 from moe_core.discovery import Failed, Found
 from moe_core.environment import Environment
 from moe_core.feasibility import machine_reasons
+from moe_core.findings import Reason
 from moe_core.manager import BackendManager
 from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 

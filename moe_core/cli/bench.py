@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from moe_core.cli.bench_view import report_view
 from moe_core.cli.layer_options import (
+    REPEATS,
     Activation,
     Dtype,
     HiddenSize,
@@ -17,10 +19,12 @@ from moe_core.cli.layer_options import (
     Model,
     NumExperts,
     QuantSchemes,
+    Repeats,
     Shapes,
     TopK,
+    tokens_option,
 )
-from moe_core.cli.options import LARGEST_COUNT, MeasuredDevice, Verbose, check_pins
+from moe_core.cli.options import AsJson, MeasuredDevice, Verbose, check_pins
 from moe_core.cli.output import print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.requests import shaped_groups
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 _TOKENS = (1, 16, 256)
 #: More than any machine has a use for; far more of them end the process.
 _MOST_THREADS = 1024
+#: Above every level of the log of torch's profiler, whose first start reads it: it tells of each start and stop.
+_NO_LOG = "99"
 
 
 def bench(
@@ -46,15 +52,7 @@ def bench(
     hidden_size: HiddenSize = None,
     intermediate_size: IntermediateSize = None,
     activation: Activation = None,
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            max=LARGEST_COUNT,
-            help="Number of tokens; may be repeated.",
-            show_default=", ".join(map(str, _TOKENS)),
-        ),
-    ] = None,
+    tokens: Annotated[list[int] | None, tokens_option(", ".join(map(str, _TOKENS)))] = None,
     dtype: Dtype = None,
     quant_scheme: QuantSchemes = None,
     combination: Annotated[
@@ -79,7 +77,7 @@ def bench(
     clock: Annotated[
         str, typer.Option(help="For what no graph captures: wall, or cpu (one thread on a shared machine).")
     ] = "wall",
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
+    repeats: Repeats = REPEATS,
     seconds: Annotated[
         float | None,
         typer.Option(min=0, help="Take no more samples after this time, but three each.", show_default="no limit"),
@@ -97,7 +95,7 @@ def bench(
     read: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure nothing: show, and draw, what --output wrote.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the tables.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Time whole layers with random weights on this machine.
@@ -114,6 +112,8 @@ def bench(
 
         _show(Report.read(read), as_json, plot)
         return
+    if memory:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG)
     sizes = {
         "num_experts": num_experts,
         "top_k": top_k,

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import attrs
 import typer
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
+from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_json, stdout, table, verdict
 from moe_core.cli.to_install import install_hints, to_install
 from moe_core.environment import Environment
@@ -45,7 +46,7 @@ class Package:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the screen.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Describe this machine: device, packages against what plugins need, broken plugins, foreign variables."""
     manager = default_manager()

@@ -10,6 +10,7 @@ import typer
 from moe_core.cli.eval_view import Report, report_json, report_view
 from moe_core.cli.options import (
     A2aBackend,
+    AsJson,
     Device,
     RunnerBackend,
     Verbose,
@@ -18,12 +19,13 @@ from moe_core.cli.options import (
     known_word,
     read_text,
 )
-from moe_core.cli.output import print_json, stage, stdout
+from moe_core.cli.output import print_json, stdout
+from moe_core.cli.progress import progress_bar
 from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from moe_core.cli.eval_models import PreparedModel
-    from moe_core.evaluation import Comparison, Prediction, Window
+    from moe_core.evaluation import Comparison, Prediction, Progress, Window
 
 
 def evaluate(
@@ -50,7 +52,7 @@ def evaluate(
     device: Device = None,
     a2a_backend: A2aBackend = None,
     runner_backend: RunnerBackend = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Measure perplexity on a text and, against a second model, the divergence per token.
@@ -77,8 +79,8 @@ def evaluate(
     windows = cut_windows(len(encoded.ids), window, stride)
     tested = load_evaluated(model, dtype, device, a2a_backend, runner_backend)
     reference = None if against is None else load_evaluated(against, dtype, device)
-    with stage("evaluating"):
-        prediction, comparison = _measure(tested, reference, encoded.ids, windows)
+    with progress_bar("evaluating", "windows") as progress:
+        prediction, comparison = _measure(tested, reference, encoded.ids, windows, progress)
     report = Report(
         model=tested.described,
         reference=None if reference is None else reference.described,
@@ -97,11 +99,15 @@ def evaluate(
 
 
 def _measure(
-    tested: PreparedModel, reference: PreparedModel | None, ids: list[int], windows: tuple[Window, ...]
+    tested: PreparedModel,
+    reference: PreparedModel | None,
+    ids: list[int],
+    windows: tuple[Window, ...],
+    progress: Progress,
 ) -> tuple[Prediction, Comparison | None]:
     from moe_core import evaluation
 
     if reference is None:
-        return evaluation.evaluate(tested.logits, ids, windows), None
-    comparison = evaluation.compare(tested.logits, reference.logits, ids, windows)
+        return evaluation.evaluate(tested.logits, ids, windows, progress=progress), None
+    comparison = evaluation.compare(tested.logits, reference.logits, ids, windows, progress=progress)
     return comparison.model, comparison

@@ -140,7 +140,7 @@ def _predictions(report: Report) -> Table:
     return result
 
 
-def _differences(comparison: Comparison) -> Table:
+def _differences(comparison: Comparison) -> RenderableType:
     divergence = comparison.divergence
     top = comparison.same_top
     error = "" if top.standard_error is None else f" ({100 * top.standard_error:.2f})"

@@ -11,8 +11,9 @@ from rich.tree import Tree
 
 from moe_core.cli.output import fields, table, verdict
 from moe_core.cli.plan_view import group_title, request_line
-from moe_core.decision import Decision, Ranked, Reason, WorkloadDecision
+from moe_core.decision import Decision
 from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, unlisted, why
+from moe_core.findings import Ranked, Reason, WorkloadDecision
 from moe_core.misses import Misses, short_titles
 from moe_core.model_config import LayerGroup
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_core.cli.options import LARGEST_COUNT
 from moe_core.cli.requests import ACTIVATIONS, DEFAULTS
 from moe_core.quant import SCHEMES
 from moe_core.tuning.shapes import SHAPES
@@ -15,6 +16,13 @@ from moe_core.vocabulary import FLOAT_DTYPES
 
 def _option(name: str, what: str) -> Any:
     return typer.Option(help=what, show_default=str(DEFAULTS[name]))
+
+
+def tokens_option(default: str) -> Any:
+    """The option `--tokens` of a command that takes these, in words, where there is none."""
+    return typer.Option(
+        metavar="T", min=1, max=LARGEST_COUNT, help="Number of tokens; may be repeated.", show_default=default
+    )
 
 
 def _scheme_option(more: str = "") -> Any:
@@ -44,4 +52,7 @@ Dtype = Annotated[
 ]
 QuantScheme = Annotated[str | None, _scheme_option()]
 QuantSchemes = Annotated[list[str] | None, _scheme_option(_REPEATED)]
+#: Of commands that take times, and how many samples they take unless told otherwise.
+REPEATS = 15
+Repeats = Annotated[int, typer.Option(min=1, help="Samples of each figure.")]
 TpSize = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
+from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_error, print_json, stdout, table, verdict
 from moe_core.cli.plan_view import machine_fields
-from moe_core.decision import Reason
 from moe_core.environment import Environment, unprobed_environment
+from moe_core.findings import Reason
 from moe_core.manager import default_manager
 from moe_core.misses import compact
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
@@ -25,7 +26,7 @@ SCHEMA = 1
 
 
 def list_backends(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    as_json: AsJson = False,
     probe: Annotated[
         bool,
         typer.Option(

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from moe_core.cli.output import progress_bar, stage
+from moe_core.cli.progress import progress_bar, stage
 from moe_core.errors import MoeCoreError, UnsupportedModelError
 from moe_core.integrations.transformers import NAME, LoadedModel, PreparedExperts, prepare, register
 from moe_core.integrations.transformers import load_model as load_with_quantized_experts

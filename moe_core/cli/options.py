@@ -65,6 +65,16 @@ MeasuredDevice = Annotated[
         show_default="the accelerator, else cpu",
     ),
 ]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--environment",
+        metavar="NAME|FILE",
+        help=f"Decide for this machine: {', '.join(PRESETS)}, or a JSON file.",
+        show_default="this machine, probed",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
 
 

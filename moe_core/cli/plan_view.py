@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from moe_core.cli.output import fields
@@ -35,7 +34,7 @@ def group_title(group: LayerGroup) -> str:
     return f"{'draft ' if group.draft else ''}{layer_ranges(group.layers)}"
 
 
-def machine_fields(environment: Environment) -> Table:
+def machine_fields(environment: Environment) -> RenderableType:
     """A machine as labels and texts."""
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
     name = environment.device_name if environment.device_name != environment.device_type else ""

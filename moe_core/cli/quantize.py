@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_core.cli.options import Verbose, check_model_folder, read_text
-from moe_core.cli.output import fields, print_error, progress_bar, stage, stdout
+from moe_core.cli.output import fields, print_error, stdout
+from moe_core.cli.progress import progress_bar, stage
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.errors import SpecError
 from moe_core.quantizer.words import SHORT_WORDS, WRITABLE, ecosystem_of, scheme_name

@@ -23,12 +23,12 @@ from moe_core.cli.layer_options import (
     TpSize,
 )
 from moe_core.cli.option_words import speller
-from moe_core.cli.options import A2aBackend, RunnerBackend, known_word
+from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
 from moe_core.cli.requests import requested_groups, workloads
 from moe_core.decision import Decision
-from moe_core.environment import PRESETS, Environment, load_environment
+from moe_core.environment import Environment, load_environment
 from moe_core.errors import ResolutionError
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurement_sources import explicit_measurements
@@ -77,14 +77,7 @@ def resolve(
         ),
     ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for repeatable bits.")] = False,
-    environment: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=f"Decide for this machine: {', '.join(PRESETS)}, or a JSON file.",
-            show_default="this machine, probed",
-        ),
-    ] = None,
+    environment: MachineName = None,
     a2a_backend: A2aBackend = None,
     runner_backend: RunnerBackend = None,
     dispatch_dtype: Annotated[
@@ -119,7 +112,7 @@ def resolve(
     explain: Annotated[
         bool, typer.Option("--explain", help="Add why, what else fits, and what is against the rest.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    as_json: AsJson = False,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="With --explain every reason; and the traceback of an error."),

@@ -20,8 +20,9 @@ from moe_core.cli.options import (
     known_word,
     read_text,
 )
-from moe_core.cli.output import fields, stage, stdout
+from moe_core.cli.output import fields, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
+from moe_core.cli.progress import progress_bar, stage
 from moe_core.errors import SpecError
 from moe_core.expert_names import layer_index
 from moe_core.plan import MoEPlan
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from moe_core.cli.generation import Generated
     from moe_core.cli.text_codec import TextCodec
-    from moe_core.evaluation import Window
+    from moe_core.evaluation import Progress, Window
     from moe_core.integrations.transformers import LoadedModel
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
@@ -103,9 +104,10 @@ def run(
     elif compare_eager is None and loaded.is_quantized:
         figures["difference"] = "from eager not available: the experts exist in quantized form alone"
     if text is not None and sample is not None:
-        with stage("perplexity"):
+        with progress_bar("perplexity", "windows") as progress:
             described = f"{text}, windows of {window}"
-            figures["perplexity"] = _perplexity(network, sample_ids, windows, len(sample.encode("utf-8")), described)
+            num_bytes = len(sample.encode("utf-8"))
+            figures["perplexity"] = _perplexity(network, sample_ids, windows, num_bytes, described, progress)
     _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
 
 
@@ -158,10 +160,12 @@ def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dic
     }
 
 
-def _perplexity(network: Any, ids: list[int], windows: Sequence[Window], num_bytes: int, described: str) -> str:
+def _perplexity(
+    network: Any, ids: list[int], windows: Sequence[Window], num_bytes: int, described: str, progress: Progress
+) -> str:
     from moe_core.evaluation import evaluate, prompt_logits
 
-    measured = evaluate(partial(prompt_logits, network), ids, windows)
+    measured = evaluate(partial(prompt_logits, network), ids, windows, progress=progress)
     per_byte = measured.perplexity(num_bytes / len(ids))
     return (
         f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "

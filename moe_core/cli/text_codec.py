@@ -21,7 +21,10 @@ _TOKENIZER_FILES = (
 class TextCodec(Protocol):
     """Turns text into the ids that a model was trained on."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
@@ -51,7 +54,8 @@ class TokenizerCodec:
     """The tokenizer that lies beside a model."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.name = type(tokenizer).__name__
+        # Its class is transformers' own affair, and often the same for every model.
+        self.name = f"tokenizer of {len(tokenizer)} tokens"
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:

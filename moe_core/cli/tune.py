@@ -11,6 +11,7 @@ import attrs
 import typer
 
 from moe_core.cli.layer_options import (
+    REPEATS,
     Activation,
     Bias,
     Dtype,
@@ -19,11 +20,13 @@ from moe_core.cli.layer_options import (
     Model,
     NumExperts,
     QuantSchemes,
+    Repeats,
     Shapes,
     TopK,
     TpSize,
+    tokens_option,
 )
-from moe_core.cli.options import LARGEST_COUNT, MeasuredDevice, Verbose
+from moe_core.cli.options import MeasuredDevice, Verbose
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.requests import shaped_groups
@@ -58,13 +61,7 @@ def tune(
     quant_scheme: QuantSchemes = None,
     tp_size: TpSize = 1,
     tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            max=LARGEST_COUNT,
-            help="Number of tokens; may be repeated.",
-            show_default=f"powers of two to {MOST_TOKENS}, on a CPU to {MOST_TOKENS_ON_CPU}",
-        ),
+        list[int] | None, tokens_option(f"powers of two to {MOST_TOKENS}, on a CPU to {MOST_TOKENS_ON_CPU}")
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
@@ -73,7 +70,7 @@ def tune(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the times go.", show_default="your cache")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each combination.")] = 15,
+    repeats: Repeats = REPEATS,
     seconds: Annotated[float, typer.Option(min=0.0, help="About how long to sample at one token count.")] = 2.0,
     minutes: Annotated[
         float | None,

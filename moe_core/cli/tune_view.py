@@ -14,6 +14,7 @@ from rich.text import Text
 
 from moe_core.cli.output import fields, print_error, stderr, stdout, table
 from moe_core.cli.plan_view import machine_fields
+from moe_core.cli.progress import duration
 from moe_core.environment import Environment
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class TuneView:
         """Say what will be done, and show the table from now on."""
         stdout().print(machine_fields(self._machine))
         layers = f"{self._num_layers} layer{'s' if self._num_layers > 1 else ''}"
-        work = f"{layers} at {len(self._counts)} token counts: about {_duration(self._sampling)} of samples"
-        limit = "" if self._limit is None else f"; ends after {_duration(self._limit)}"
+        work = f"{layers} at {len(self._counts)} token counts: about {duration(self._sampling)} of samples"
+        limit = "" if self._limit is None else f"; ends after {duration(self._limit)}"
         self._console.print(f"{work}, compilation and slow kernels on top{limit}", soft_wrap=True)
         self._console.print("Ctrl-C keeps what was measured")
         if self._console.is_terminal:
@@ -115,7 +116,7 @@ class TuneView:
 
     def _print(self) -> None:
         console = stdout()
-        console.print(self._table(f"\n{self._title}: us per forward, {time.monotonic() - self._start:.0f} s"))
+        console.print(self._table(f"\n{self._title}: us per forward, {time.monotonic() - self._start:.0f}s"))
         problems = self._steps[-1].problems
         if problems:
             console.print(fields({f"{self._names.index(name) + 1}": text for name, text in problems.items()}))
@@ -145,7 +146,3 @@ class TuneView:
 
 def _shown(microseconds: float) -> str:
     return f"{microseconds:.0f}" if microseconds >= 1000 else f"{microseconds:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

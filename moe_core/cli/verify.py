@@ -13,7 +13,7 @@ import typer
 from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moe_core.cli.options import Verbose
+from moe_core.cli.options import AsJson, Device, MachineName, Verbose
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.verify_report import Report, pair_of, summary_of, to_json, to_junit, view
 from moe_core.environment import Environment, load_environment
@@ -26,22 +26,19 @@ if TYPE_CHECKING:
 
 def verify(
     backends: Annotated[
-        list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Plugins to check; default: all installed ones.")
+        list[str] | None,
+        typer.Argument(metavar="BACKEND", help="Plugins to check.", show_default="all installed ones"),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Vary scheme, activation and dtype one at a time, not all with all.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="TYPE", help="Device of all tensors; default: the accelerator.")
-    ] = None,
-    environment: Annotated[
-        str | None,
-        typer.Option("--environment", metavar="NAME", help="Resolve for this machine: a preset or a JSON file."),
-    ] = None,
+    device: Device = None,
+    environment: MachineName = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Processes on a CPU; default: one for each core.")
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Processes on a CPU.", show_default="one for each core"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    as_json: AsJson = False,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML report for a CI system.")
     ] = None,

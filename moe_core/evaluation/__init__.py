@@ -12,7 +12,7 @@ print(comparison.divergence.mean, comparison.divergence.standard_error)
 
 from __future__ import annotations
 
-from moe_core.evaluation.comparison import Comparison, LogitsFn, Prediction, compare, evaluate, prompt_logits
+from moe_core.evaluation.comparison import Comparison, LogitsFn, Prediction, Progress, compare, evaluate, prompt_logits
 from moe_core.evaluation.estimate import Estimate, estimate_mean
 from moe_core.evaluation.scores import divergences, log_likelihoods, same_top
 from moe_core.evaluation.windows import Window, cut_windows
@@ -22,6 +22,7 @@ __all__ = [
     "Estimate",
     "LogitsFn",
     "Prediction",
+    "Progress",
     "Window",
     "compare",
     "cut_windows",

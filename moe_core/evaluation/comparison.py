@@ -7,7 +7,7 @@ logits of one window are alive at a time; kept are a few numbers per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,8 @@ from moe_core.evaluation.windows import Window
 
 #: Ids of S tokens -> logits `[S, V]` on the CPU; row i is about the token after token i.
 LogitsFn = Callable[[Sequence[int]], Tensor]
+#: Takes (windows done, windows in all).
+Progress = Callable[[int, int], None]
 
 
 @attrs.frozen(kw_only=True)
@@ -75,27 +77,37 @@ class Comparison:
     gain: Estimate
 
 
-def evaluate(model: LogitsFn, ids: Sequence[int], windows: Sequence[Window]) -> Prediction:
+def evaluate(
+    model: LogitsFn, ids: Sequence[int], windows: Sequence[Window], *, progress: Progress | None = None
+) -> Prediction:
     """Let a model predict a text.
 
     Args:
         model: From ids to logits.
         ids: The whole text.
         windows: Of that text, as `cut_windows` makes them.
+        progress: Called after every window with how many are done, and of how many.
 
     Raises:
         InputError: The model gives a token that came no probability, or its logits hold NaN.
     """
-    return _prediction([_score(model, ids, window, "the model")[1] for window in windows])
+    return _prediction([_score(model, ids, window, "the model")[1] for window in _counted(windows, progress)])
 
 
-def compare(model: LogitsFn, reference: LogitsFn, ids: Sequence[int], windows: Sequence[Window]) -> Comparison:
+def compare(
+    model: LogitsFn,
+    reference: LogitsFn,
+    ids: Sequence[int],
+    windows: Sequence[Window],
+    *,
+    progress: Progress | None = None,
+) -> Comparison:
     """Run two models over a text; arguments and errors as of `evaluate`.
 
     Raises:
         InputError: Also where the model excludes a token that the reference does not, or the vocabularies differ.
     """
-    scores = [_compare_window(model, reference, ids, window) for window in windows]
+    scores = [_compare_window(model, reference, ids, window) for window in _counted(windows, progress)]
     ours, theirs, divergence, same = zip(*scores, strict=True)
     pooled = torch.cat(divergence)
     return Comparison(
@@ -115,6 +127,14 @@ def prompt_logits(model: Any, ids: Sequence[int]) -> Tensor:
     batch = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
     logits: Tensor = model(input_ids=batch, use_cache=False).logits
     return logits[0].float().cpu()
+
+
+def _counted(windows: Sequence[Window], progress: Progress | None) -> Iterator[Window]:
+    """The windows, each told to be done when the next one is asked for."""
+    for done, window in enumerate(windows, start=1):
+        yield window
+        if progress is not None:
+            progress(done, len(windows))
 
 
 def _compare_window(

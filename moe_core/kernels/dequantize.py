@@ -17,13 +17,13 @@ Tile: TypeAlias = tuple[int, int]
 
 @attrs.define(eq=False)
 class WeightReader:
-    """One expert's stored weight, to be read in blocks of rows; what blocks have in common is computed once.
+    """Stored weights as rows, to be read in blocks of rows; what blocks have in common is computed once.
 
     Attributes:
-        weight: `[N, C]`, 4-bit elements uint8 `[N, C / 2]`.
+        weight: `[rows, C]`, 4-bit elements uint8 `[rows, C / 2]`.
         weight_dtype: Word of its elements.
-        scale: fp32 `[N, G]`, what multiplies each group of columns of the codes as they are read, or None.
-        zero_point: fp32 `[N, G]`, what is subtracted before, or None.
+        scale: fp32 `[rows, G]`, what multiplies each group of columns of the codes as they are read, or None.
+        zero_point: fp32 `[rows, G]`, what is subtracted before, or None.
         group: Columns of one group; the last one of a row may be shorter.
     """
 
@@ -37,21 +37,21 @@ class WeightReader:
     def of(
         cls, weight: Tensor, weight_dtype: str, tile: Tile, scale: Tensor | None, zero_point: Tensor | None
     ) -> WeightReader:
-        """A reader of one expert's tensors.
+        """A reader of the tensors of one expert, or of several, whose rows follow each other.
 
         Args:
-            weight: As the attribute.
+            weight: `[N, C]` or `[experts, N, C]`, 4-bit elements as in the attribute.
             weight_dtype: As the attribute.
             tile: Of `scale` and `zero_point`.
-            scale: `[N / tile rows, C / tile columns]`, rounded up, as stored; None where the caller scales outputs.
-            zero_point: int8 of the same shape (`[N, 1]` without `scale`), or None.
+            scale: `[.., N / tile rows, C / tile columns]`, rounded up, as stored; None where the caller scales outputs.
+            zero_point: int8 of the same shape (`[.., N, 1]` without `scale`), or None.
         """
         group = num_columns(weight, weight_dtype) if tile[1] == WHOLE else tile[1]
-        factors = None if scale is None else _by_row(scale_values(scale), weight.shape[0], tile[0])
+        factors = None if scale is None else _by_row(scale_values(scale), weight.shape[-2], tile[0])
         if factors is not None and _reads_bits(weight, weight_dtype):
             factors = factors * E4M3_BITS_UNIT
-        zeros = None if zero_point is None else _by_row(zero_point.float(), weight.shape[0], tile[0])
-        return cls(weight, weight_dtype, factors, zeros, group)
+        zeros = None if zero_point is None else _by_row(zero_point.float(), weight.shape[-2], tile[0])
+        return cls(weight.flatten(0, -2), weight_dtype, factors, zeros, group)
 
     def read(self, out: Tensor, first: int) -> None:
         """Weight rows `first ..` into fp32 `out [rows, C]` of any strides."""
@@ -84,9 +84,10 @@ def num_columns(weight: Tensor, weight_dtype: str) -> int:
 
 
 def _by_row(by_tile: Tensor, num_rows: int, rows_per_tile: int) -> Tensor:
-    if rows_per_tile == 1:
-        return by_tile
-    return by_tile.repeat_interleave(num_rows if rows_per_tile == WHOLE else rows_per_tile, dim=0)[:num_rows]
+    if rows_per_tile != 1:
+        times = num_rows if rows_per_tile == WHOLE else rows_per_tile
+        by_tile = by_tile.repeat_interleave(times, dim=-2)[..., :num_rows, :]
+    return by_tile.flatten(0, -2)
 
 
 def _read_pairs(out: Tensor, weight: Tensor, weight_dtype: str) -> None:

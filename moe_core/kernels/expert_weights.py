@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 
 from moe_core.kernels.dequantize import Tile, WeightReader, num_columns
+from moe_core.kernels.number_formats import movable
 from moe_core.kernels.quantize import ActivationRounder
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
 from moe_core.quant import WHOLE, QuantScheme
 from moe_core.vocabulary import FLOAT_DTYPES
 
+#: Compute capabilities for which torch has a grouped GEMM that reads the sizes of groups on the device.
+_GROUPED_GEMM_GENERATIONS = ((9, 0), (10, 0), (10, 3))
 #: Tile of weights without scales inside a row.
 _ROW: Tile = (1, WHOLE)
 
@@ -62,6 +66,19 @@ class StoredLinear:
         scale, zero_point = (None if t is None else t[expert] for t in (self.scale, self.zero_point))
         return WeightReader.of(self.weight[expert], self.weight_dtype, self.tile, scale, zero_point)
 
+    def fetch(self, experts: Tensor) -> Tensor:
+        """Weights `[k, N, C]` of the experts that `experts [k]` int64 names, without waiting for what it says.
+
+        Plain floats as they are stored, others in fp32 without `output_scale`.
+        """
+        if not self.is_quantized:
+            return self.weight.index_select(0, experts)
+        weight = _of_experts(self.weight, experts)
+        scale, zero_point = (None if t is None else _of_experts(t, experts) for t in (self.scale, self.zero_point))
+        out = self.weight.new_empty((experts.shape[0] * self.num_outputs, self.num_inputs), dtype=torch.float32)
+        WeightReader.of(weight, self.weight_dtype, self.tile, scale, zero_point).read(out, 0)
+        return out.view(-1, self.num_outputs, self.num_inputs)
+
 
 @attrs.define(eq=False, kw_only=True)
 class ExpertLinear(StoredLinear):
@@ -70,10 +87,20 @@ class ExpertLinear(StoredLinear):
     Attributes:
         rounder: How activations are rounded before the product.
         input_scale: `[L]` fp32 of statically scaled activations, or None.
+        fits_grouped_gemm: Whether torch's grouped GEMM takes these weights and reads the sizes of groups where they
+            are: bf16, rows and columns of 16 bytes, on a CPU or on one of the GPUs that it is made for.
     """
 
     rounder: ActivationRounder
     input_scale: Tensor | None = None
+    #: Found once: a compiler cannot look into a question to the device.
+    fits_grouped_gemm: bool = attrs.field(init=False)
+
+    @fits_grouped_gemm.default
+    def _find_grouped_gemm(self) -> bool:
+        weight = self.weight
+        is_aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+        return weight.dtype == torch.bfloat16 and self.is_plain and is_aligned and has_grouped_gemm(weight.device)
 
     @property
     def is_plain(self) -> bool:
@@ -104,6 +131,8 @@ class Experts:
         post_norm: `[rows, H] -> [rows, H]` after the second projection and its bias, or None.
         weight_on_input: The router weight multiplies the input of the first projection; then not the output.
         deterministic: A token's result is the same bits alone, in any batch and in any order; CPU only.
+        takes_blocks: Whether rows have to lie in blocks of one expert each (`blocks.py`): on accelerators, unless
+            the grouped GEMM serves both projections.
     """
 
     w13: ExpertLinear
@@ -112,3 +141,25 @@ class Experts:
     post_norm: PostNormFn | None = None
     weight_on_input: bool = False
     deterministic: bool = False
+    takes_blocks: bool = attrs.field(init=False)
+
+    @takes_blocks.default
+    def _find_blocks(self) -> bool:
+        grouped = self.w13.fits_grouped_gemm and self.w2.fits_grouped_gemm
+        return self.w13.weight.device.type != "cpu" and not grouped
+
+    @property
+    def num_experts(self) -> int:
+        """Local experts `L`."""
+        return self.w13.weight.shape[0]
+
+
+def has_grouped_gemm(device: torch.device) -> bool:
+    """Whether `functional.grouped_mm` of bf16 does not wait for a device; for other generations torch reads sizes."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) in _GROUPED_GEMM_GENERATIONS
+
+
+def _of_experts(values: Tensor, experts: Tensor) -> Tensor:
+    return movable(values).index_select(0, experts).view(values.dtype)

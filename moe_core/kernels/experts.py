@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from moe_core.kernels.blocks import rows_per_block
 from moe_core.kernels.combine import combine
 from moe_core.kernels.expert_weights import Experts
-from moe_core.kernels.grouped import Groups, grouped_linear, make_groups
+from moe_core.kernels.grouped import Groups, grouped_linear, make_blocks, make_groups
 from moe_core.kernels.one_token import experts_of_one_token, takes_one_token
-from moe_core.kernels.permute import gather_row_values, gather_rows, permute
+from moe_core.kernels.permute import Permutation, gather_row_values, gather_rows, permute, row_experts
 from moe_core.payloads import ActivationFn, Tensor
 
 
@@ -27,13 +28,12 @@ def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tens
     """
     if takes_one_token(hidden_states, experts):
         return experts_of_one_token(hidden_states, topk_ids, topk_weights, experts)
-    permutation = permute(topk_ids, experts.w13.weight.shape[0])
+    permutation, groups = _grouped(topk_ids, experts)
     rows = gather_rows(hidden_states, permutation)
     weights: Tensor | None = topk_weights
     if experts.weight_on_input:
         row_weights = gather_row_values(topk_weights.float(), permutation)
         rows, weights = (rows * row_weights[:, None]).to(rows.dtype), None
-    groups = make_groups(permutation.num_tokens_per_expert, permutation.group_ends)
     out = _rows_of_experts(rows, groups, experts)
     complete = groups.on_host is not None and sum(end - start for _, start, end in groups.on_host) == topk_ids.numel()
     return combine(out, permutation.row_map, weights, hidden_states.dtype, complete=complete)
@@ -53,7 +53,11 @@ def experts_contiguous(rows: Tensor, num_tokens_per_expert: Tensor, group_ends: 
         `[R, H]` in the dtype of `rows` (fp32 for fp16, whose largest number an unweighted row may exceed);
         rows past a group's count are undefined.
     """
-    return _narrow(_padded_rows(rows, make_groups(num_tokens_per_expert, group_ends), experts), rows.dtype)
+    if experts.takes_blocks:
+        out = _rows_in_blocks(rows, num_tokens_per_expert, group_ends, experts)
+    else:
+        out = _padded_rows(rows, make_groups(num_tokens_per_expert, group_ends), experts)
+    return _narrow(out, rows.dtype)
 
 
 @torch.no_grad()
@@ -70,12 +74,37 @@ def experts_masked(rows: Tensor, masked_m: Tensor, experts: Experts) -> Tensor:
     """
     num_experts, block, hidden_size = rows.shape
     group_ends = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32) * block
-    out = _padded_rows(rows.reshape(-1, hidden_size), make_groups(masked_m, group_ends), experts)
+    flat = rows.reshape(-1, hidden_size)
+    if experts.takes_blocks:
+        # Counts are bounded by the blocks' sizes alone, so that all rows are computed whatever there is in them.
+        out = _rows_of_experts(flat, make_blocks(masked_m, group_ends, flat.shape[0], max(1, block)), experts)
+    else:
+        out = _padded_rows(flat, make_groups(masked_m, group_ends), experts)
     return _narrow(out, rows.dtype).view(num_experts, block, out.shape[1])
 
 
 def _narrow(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if dtype == torch.float16 else rows.to(dtype)
+
+
+def _grouped(ids: Tensor, experts: Experts) -> tuple[Permutation, Groups]:
+    """A row for every slot of `ids [T, K]`, as the products of these experts want them."""
+    num_experts = experts.num_experts
+    if not experts.takes_blocks:
+        permutation = permute(ids, num_experts)
+        return permutation, make_groups(permutation.num_tokens_per_expert, permutation.group_ends)
+    block = rows_per_block(ids.numel(), num_experts)
+    permutation = permute(ids, num_experts, block)
+    counts, ends = permutation.num_tokens_per_expert, permutation.group_ends
+    return permutation, make_blocks(counts, ends, permutation.num_rows, block)
+
+
+def _rows_in_blocks(rows: Tensor, num_tokens_per_expert: Tensor, group_ends: Tensor, experts: Experts) -> Tensor:
+    """As `_rows_of_experts`: each row is a token of one expert, and goes to a block and back."""
+    ids = row_experts(num_tokens_per_expert, group_ends, rows.shape[0])[:, None]
+    permutation, groups = _grouped(ids, experts)
+    out = _rows_of_experts(gather_rows(rows, permutation), groups, experts)
+    return out.index_select(0, permutation.row_map[:, 0].clamp(min=0))
 
 
 def _padded_rows(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
@@ -96,6 +125,8 @@ def _padded_rows(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
 
 
 def _rows_of_experts(rows: Tensor, groups: Groups, experts: Experts) -> Tensor:
+    if experts.num_experts == 0:
+        return rows.new_zeros((rows.shape[0], experts.w2.num_outputs))
     hidden = grouped_linear(rows, groups, experts.w13, experts.deterministic)
     hidden = _apply(experts.activation, hidden, experts.deterministic)
     out = grouped_linear(hidden, groups, experts.w2, experts.deterministic)

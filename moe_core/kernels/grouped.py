@@ -6,8 +6,10 @@ import attrs
 import torch
 from torch.nn import functional
 
+from moe_core.kernels.blocks import experts_of_blocks, linear_by_block
 from moe_core.kernels.expert_weights import ExpertLinear
-from moe_core.kernels.linear import Group, active_groups, linear_by_expert, linear_by_expert_op
+from moe_core.kernels.linear import Group, active_groups, linear_by_expert
+from moe_core.kernels.linear_op import grouped_linear_op
 from moe_core.payloads import Tensor
 
 #: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop (measured on AVX2).
@@ -23,11 +25,13 @@ class Groups:
         group_ends: `[L]` int32, row after each padded group.
         on_host: The experts with rows as host numbers, None where reading them would wait for a device or break
             a graph.
+        block_experts: `[B]` int64, the expert of each block of rows, if the rows lie in blocks; else None.
     """
 
     num_tokens_per_expert: Tensor
     group_ends: Tensor
     on_host: list[Group] | None = None
+    block_experts: Tensor | None = None
 
 
 def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
@@ -37,12 +41,18 @@ def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
     return Groups(num_tokens_per_expert, group_ends, on_host)
 
 
+def make_blocks(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int, block: int) -> Groups:
+    """The groups of `num_rows` rows of which each `block` have one expert; both are multiples of `block`."""
+    experts = experts_of_blocks(group_ends, num_rows, block)
+    return Groups(num_tokens_per_expert, group_ends, block_experts=experts)
+
+
 def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, deterministic: bool = False) -> Tensor:
     """`rows [R, C] -> [R, N]`, each group by its expert's weight and bias.
 
     On CPU: a loop over the experts that have rows (one opaque operator under compilation), for unquantized bf16 with
-    few rows per expert the grouped GEMM of torch. On accelerators: that grouped GEMM, without host sync; for other
-    weights the loop, which reads the counts back.
+    few rows per expert the grouped GEMM of torch. On accelerators: that grouped GEMM where it does not wait for the
+    host; else blocks of rows.
 
     Args:
         rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
@@ -51,20 +61,24 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         deterministic: As in `linear.linear_by_expert`; on CPU only.
 
     Returns:
-        fp32 from the loop, bf16 from the grouped GEMM.
+        fp32 from loop and blocks, bf16 from the grouped GEMM.
     """
     is_real = _real_rows(groups, rows.shape[0]) if linear.rounder.needs_real_rows else None
     input_scale = None if linear.input_scale is None else _by_row(linear.input_scale, groups, rows.shape[0])
     rows, row_scale = linear.rounder(rows, input_scale, is_real)
-    if uses_grouped_gemm(linear) and (rows.device.type != "cpu" or (_few_rows(groups, linear) and not deterministic)):
+    on_accelerator = rows.device.type != "cpu"
+    if linear.fits_grouped_gemm and (on_accelerator or (_few_rows(groups, linear) and not deterministic)):
         return _grouped_gemm(rows, groups.group_ends, linear)
     if groups.on_host is not None:
         return linear_by_expert(rows, row_scale, groups.on_host, linear, deterministic)
-    out: Tensor = linear_by_expert_op(
+    if groups.block_experts is not None and not torch.compiler.is_compiling():
+        return linear_by_block(rows, row_scale, groups.block_experts, linear)
+    out: Tensor = grouped_linear_op(
         rows,
         row_scale,
         groups.num_tokens_per_expert,
         groups.group_ends,
+        groups.block_experts,
         linear.weight,
         linear.weight_dtype,
         list(linear.tile),
@@ -96,13 +110,6 @@ def _real_rows(groups: Groups, num_rows: int) -> Tensor:
     starts = functional.pad(groups.group_ends, (1, 0))
     counts = functional.pad(groups.num_tokens_per_expert, (0, 1))
     return row - starts[expert] < counts[expert]
-
-
-def uses_grouped_gemm(linear: ExpertLinear) -> bool:
-    """Whether an accelerator multiplies these weights without host sync: bf16, rows and columns of 16 bytes."""
-    weight = linear.weight
-    is_bf16 = weight.dtype == torch.bfloat16 and linear.is_plain
-    return is_bf16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:

@@ -1,10 +1,9 @@
-"""One linear map per expert over rows grouped by expert: the loop over experts that have rows.
+"""One linear map per expert over rows grouped by expert on a CPU: the loop over experts that have rows.
 
-It runs on any device; how it multiplies is made for CPUs. Those without bf16 or fp16 instructions multiply half
-precision at a fraction of the fp32 rate, and widening a weight costs as much as the product of one row. So up to three
-rows are multiplied as stored, and more rows by fp32 copies of the weight, made block by block in a scratch that stays
-in the cache. Quantized weights are read through the same blocks, so that never more than one block of dequantized
-weights is alive.
+CPUs without bf16 or fp16 instructions multiply half precision at a fraction of the fp32 rate, and widening a weight
+costs as much as the product of one row. So up to three rows are multiplied as stored, and more rows by fp32 copies of
+the weight, made block by block in a scratch that stays in the cache. Quantized weights are read through the same
+blocks, so that never more than one block of dequantized weights is alive. Other devices multiply as in `blocks.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from moe_core.kernels.expert_weights import StoredLinear
+from moe_core.kernels.number_formats import power_of_two_scale
 from moe_core.payloads import Tensor
 
 #: fp32 bytes that a thread gets of one block of weight rows: small enough for the cache, large enough to amortize the
@@ -86,9 +86,8 @@ class _Scratch:
 
     def __init__(self, linear: StoredLinear) -> None:
         self.num_inputs = linear.num_inputs
-        self.block_rows = max(1, linear.num_outputs)
-        if linear.weight.device.type == "cpu":
-            self.block_rows = min(self._rows_in_cache(self.block_rows), self.block_rows)
+        num_outputs = max(1, linear.num_outputs)
+        self.block_rows = min(self._rows_in_cache(num_outputs), num_outputs)
         self._linear = linear
         self._memory: Tensor | None = None
 
@@ -130,9 +129,14 @@ def _multiply(out: Tensor, rows: Tensor, linear: StoredLinear, expert: int, scra
         torch.mm(rows.float(), weight.t(), out=out)
         return
     if not linear.is_quantized and _multiplies_as_stored(rows.shape[0], weight):
-        out.copy_(functional.linear(rows.to(weight.dtype), weight))
+        if weight.dtype == torch.bfloat16:
+            out.copy_(functional.linear(rows.to(weight.dtype), weight))
+            return
+        # Small rows, and their products, would be fp16's subnormal numbers. Large ones are not made smaller.
+        power = power_of_two_scale(rows, 1.0).clamp_(max=1.0)
+        out.copy_(functional.linear((rows / power).to(weight.dtype), weight)).mul_(power)
         # fp16 ends at 65504; the fp32 blocks below do not.
-        if weight.dtype == torch.bfloat16 or bool(out.isfinite().all()):
+        if bool(out.isfinite().all()):
             return
     wide = rows.float()
     for first, block in scratch.blocks(expert, padded=False):
@@ -145,7 +149,7 @@ def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
     A GEMM that divides the block otherwise moves most of it from core to core, which for few rows costs more than
     the product.
     """
-    threads = torch.get_num_threads() if rows.device.type == "cpu" else 1
+    threads = torch.get_num_threads()
     if threads == 1 or rows.shape[0] > _SPLIT_ROWS or block.shape[0] % threads:
         torch.mm(rows, block.t(), out=out)
         return
@@ -158,9 +162,7 @@ def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
 
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or _HAS_FAST_GEMM.get(weight.dtype, False):
-        return True
-    return num_rows <= _FEW_ROWS and weight.stride(1) == 1
+    return _HAS_FAST_GEMM.get(weight.dtype, False) or (num_rows <= _FEW_ROWS and weight.stride(1) == 1)
 
 
 def _multiply_by_row(out: Tensor, rows: Tensor, linear: StoredLinear, expert: int, scratch: _Scratch) -> None:
@@ -171,36 +173,3 @@ def _multiply_by_row(out: Tensor, rows: Tensor, linear: StoredLinear, expert: in
     for first, block in scratch.blocks(expert, padded=True):
         for index in range(rows.shape[0]):
             out[index, first : first + block.shape[0]] = torch.mv(block, padded[index])
-
-
-@torch.library.custom_op("moe_core::linear_by_expert", mutates_args=())
-def linear_by_expert_op(
-    rows: Tensor,
-    row_scale: Tensor | None,
-    num_tokens_per_expert: Tensor,
-    group_ends: Tensor,
-    weight: Tensor,
-    weight_dtype: str,
-    tile: list[int],
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    output_scale: Tensor | None,
-    bias: Tensor | None,
-    deterministic: bool,
-) -> Tensor:
-    """`linear_by_expert` as one opaque operator, so that full-graph compilation keeps the loop."""
-    linear = StoredLinear(
-        weight=weight,
-        weight_dtype=weight_dtype,
-        tile=(tile[0], tile[1]),
-        scale=scale,
-        zero_point=zero_point,
-        output_scale=output_scale,
-        bias=bias,
-    )
-    return linear_by_expert(rows, row_scale, active_groups(num_tokens_per_expert, group_ends), linear, deterministic)
-
-
-@linear_by_expert_op.register_fake
-def _fake(rows: Tensor, row_scale: Tensor | None, counts: Tensor, ends: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[1]), dtype=torch.float32)

@@ -59,6 +59,11 @@ def has_e4m3_nan(values: Tensor) -> bool:
     return bool((values.view(torch.int8).amax() == 0x7F) | (values.view(torch.uint8).amax() == 0xFF))
 
 
+def movable(values: Tensor) -> Tensor:
+    """Elements of one byte as integers: not every device copies those of small floats by index."""
+    return values.view(torch.uint8) if values.itemsize == 1 else values
+
+
 def quotient(values: Tensor, divisor: float) -> Tensor:
     """`values / divisor`, rounded to nearest on every device.
 
@@ -76,6 +81,19 @@ def power_of_two_above(values: Tensor) -> Tensor:
 def power_of_two_below(values: Tensor) -> Tensor:
     """Largest power of two that is not greater, on the bits of positive fp32 numbers; 0 below `2 ** -126`."""
     return (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+
+
+def power_of_two_scale(rows: Tensor, largest: float) -> Tensor:
+    """Powers of two, fp32 `[R, 1]`: a row divided by its own has its largest size in `(largest / 2, largest]`.
+
+    All are finite and none is zero: zeros stay zeros, infinities and NaN what they are.
+
+    Args:
+        rows: `[R, C]` of any float dtype whose numbers fp32 holds.
+        largest: A power of two, one at least.
+    """
+    sizes = rows.abs().amax(-1, keepdim=True).float()
+    return power_of_two_above(sizes * (1.0 / largest)).clamp_(2.0**-126, 2.0**127)
 
 
 def round_e4m3(values: Tensor) -> Tensor:

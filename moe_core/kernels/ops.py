@@ -33,7 +33,7 @@ from moe_core.specs import TokenDtype
 
 
 def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
-    """Ids as a communication library takes them: in range or -1, int64 and contiguous.
+    """Ids as a communication library takes them: in range or -1, int64 and contiguous; the same tensor if it is so.
 
     Args:
         topk_ids: `[T, K]` int32 or int64, any strides.
@@ -81,6 +81,7 @@ def permute_contiguous(
     scales: Tensor | None = None,
     column_major: bool = False,
     num_rows: int | None = None,
+    token_dtype: TokenDtype | None = None,
 ) -> tuple[ContiguousTokens, Tensor]:
     """Tokens to rows grouped by expert; each token is read once.
 
@@ -91,23 +92,32 @@ def permute_contiguous(
         alignment: Every group is padded to a multiple of it: 128 for many grouped GEMMs.
         row_weights: `[T, K]`, multiplies each float row in fp32, rounded once; None for plain copies.
         scales: `[T, G]` of quantized tokens, of one or four bytes each, any strides; `[T, 1]` for one per token.
-        column_major: Whether the rows' scales come out with stride 1 along the rows, padded to 16 bytes (as in
-            `column_128` and `ue8m0_128`), instead of row by row.
+        column_major: Whether the rows' `scales` come out with stride 1 along the rows, padded to 16 bytes (as in
+            `column_128` and `ue8m0_128`), instead of row by row; not beside `token_dtype`, which says it.
         num_rows: `R`, from a caller who knows on the host how many rows suffice; None for as many as always do.
+        token_dtype: What float tokens are rounded to on the way, once each and as by `quantize`, with scales of groups
+            as it says; None for copies.
 
     Returns:
         The tokens, and `row_map [T, K]` int32: the row of each slot, -1 for none, which `combine` takes.
 
     Raises:
-        InputError: `row_weights` for tokens that are codes, or shapes that do not fit together.
+        SpecError: No kernel here writes `token_dtype`.
+        InputError: `row_weights` for tokens that are codes or become codes, `token_dtype` for tokens that are codes or
+            beside `scales` or `column_major`, or shapes that do not fit together.
     """
     _check_slots(hidden_states, topk_ids, row_weights, scales)
+    if token_dtype is not None:
+        _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
+    if token_dtype is not None and not _rounds_in_triton(hidden_states, token_dtype):
+        hidden_states, scales = quantize(hidden_states, token_dtype)
+        column_major, token_dtype = code_format(token_dtype)[1].column_major, None
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_contiguous
     else:
         from moe_core.kernels.triton import permute as triton_permute
 
-        moved = triton_permute.permute_contiguous
+        moved = functools.partial(triton_permute.permute_contiguous, token_dtype=token_dtype)
     with _on_device(hidden_states):
         return moved(
             hidden_states,
@@ -130,6 +140,7 @@ def permute_masked(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    token_dtype: TokenDtype | None = None,
 ) -> tuple[MaskedTokens, Tensor]:
     """Tokens to one block of `M` rows per expert; arguments as in `permute_contiguous`.
 
@@ -142,20 +153,27 @@ def permute_masked(
         row_weights: `[T, K]` or None.
         scales: `[T, G]` or None; out come `[L, M, G]`.
         column_major: As there, block by block.
+        token_dtype: As there.
 
     Returns:
         The tokens, and `row_map [T, K]` int32 into the flattened `[L * M]` rows.
 
     Raises:
+        SpecError: As there.
         InputError: As there.
     """
     _check_slots(hidden_states, topk_ids, row_weights, scales)
+    if token_dtype is not None:
+        _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
+    if token_dtype is not None and not _rounds_in_triton(hidden_states, token_dtype):
+        hidden_states, scales = quantize(hidden_states, token_dtype)
+        column_major, token_dtype = code_format(token_dtype)[1].column_major, None
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_masked
     else:
         from moe_core.kernels.triton import permute as triton_permute
 
-        moved = triton_permute.permute_masked
+        moved = functools.partial(triton_permute.permute_masked, token_dtype=token_dtype)
     with _on_device(hidden_states):
         return moved(
             hidden_states,
@@ -194,7 +212,7 @@ def activate(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None
 
     Raises:
         SpecError: An activation that is no formula.
-        InputError: Shapes that do not fit together.
+        InputError: Codes instead of floats, or shapes that do not fit together.
     """
     _check_rows(hidden, real, spec)
     if not _uses_triton(hidden):
@@ -228,11 +246,10 @@ def quantize(
 
     Raises:
         SpecError: Another dtype or layout, or an activation that is no formula.
-        InputError: Shapes that do not fit together.
+        InputError: Codes instead of floats, or shapes that do not fit together.
     """
-    dtype, _ = code_format(token_dtype)
     _check_rows(rows, real, activation)
-    if not _uses_triton(rows) or not _has_codes(dtype, rows.device):
+    if not _rounds_in_triton(rows, token_dtype):
         return torch_codes.quantize(rows, token_dtype, activation=activation, real=real)
     from moe_core.kernels.triton import quantize as triton_quantize
 
@@ -274,8 +291,15 @@ def combine(
         return triton_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
 
 
-def _check_slots(hidden_states: Tensor, topk_ids: Tensor, row_weights: Tensor | None, scales: Tensor | None) -> None:
+def _check_slots(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    row_weights: Tensor | None,
+    scales: Tensor | None,
+) -> None:
     """Kernels would read beyond tensors that do not fit together."""
+    if hidden_states.dim() != 2 or hidden_states.shape[1] == 0:
+        raise InputError(f"hidden_states: expected [T, H] with H >= 1, got {list(hidden_states.shape)}")
     num_tokens, ids = hidden_states.shape[:1], topk_ids.shape
     if ids[:1] != num_tokens or len(ids) != 2:
         raise InputError(f"topk_ids: expected [{num_tokens[0]}, K] for {num_tokens[0]} tokens, got {list(ids)}")
@@ -285,11 +309,41 @@ def _check_slots(hidden_states: Tensor, topk_ids: Tensor, row_weights: Tensor | 
         return
     if row_weights.shape != ids:
         raise InputError(f"row_weights: expected {list(ids)} of topk_ids, got {list(row_weights.shape)}")
-    if hidden_states.itemsize == 1:
+    if _are_codes(hidden_states):
         raise InputError(f"row_weights multiply float tokens, got {hidden_states.dtype}: weight the experts' outputs")
 
 
+def _check_rounding(
+    hidden_states: Tensor,
+    token_dtype: TokenDtype,
+    row_weights: Tensor | None,
+    scales: Tensor | None,
+    column_major: bool,
+) -> None:
+    """Beside `token_dtype` is nothing that it already says, and nothing that is done before it."""
+    if scales is not None or not code_format(token_dtype)[1].group:
+        raise InputError(f"token_dtype: float tokens are rounded on the way, to scales of groups; got {token_dtype}")
+    if _are_codes(hidden_states):
+        raise InputError(
+            f"token_dtype: float tokens are rounded to {token_dtype}, got {hidden_states.dtype}: "
+            "give codes with their `scales`, and no token_dtype"
+        )
+    if column_major:
+        raise InputError(f"column_major: {token_dtype} says how its scales lie; leave it out, or name another layout")
+    if row_weights is not None:
+        raise InputError("row_weights multiply rows before they are rounded: `quantize` them afterwards")
+
+
+def _are_codes(tensor: Tensor) -> bool:
+    """Whether numbers mean something only beside scales: integers, and floats of one byte."""
+    return tensor.itemsize == 1 or not tensor.is_floating_point()
+
+
 def _check_rows(rows: Tensor, real: Tensor | None, activation: ActivationSpec | None) -> None:
+    if rows.dim() not in (2, 3) or rows.shape[-1] == 0:
+        raise InputError(f"rows: expected [R, C] or [L, M, C] with C >= 1, got {list(rows.shape)}")
+    if _are_codes(rows):
+        raise InputError(f"rows: expected a float dtype of two bytes or more, got {rows.dtype}")
     if activation is not None and activation.gated and rows.shape[-1] % 2:
         raise InputError(f"rows before a gated activation: expected [.., 2 I], got {list(rows.shape)}")
     if real is not None and list(real.shape) != [rows.shape[0]]:
@@ -314,7 +368,18 @@ def _has_codes(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def _rounds_in_triton(tensor: Tensor, token_dtype: TokenDtype) -> bool:
+    """Whether a kernel of Triton's rounds this tensor; else torch does."""
+    return _uses_triton(tensor) and _has_codes(code_format(token_dtype)[0], tensor.device)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """That device as the current one, where kernels are launched; torch's own operations need no telling."""
-    is_launched = tensor.device.type == "cuda" and _uses_triton(tensor)
-    return torch.cuda.device(tensor.device) if is_launched else contextlib.nullcontext()
+    device = tensor.device
+    if device.type != "cuda" or not _uses_triton(tensor) or device.index == torch.cuda.current_device():
+        # Making it what it is would take the host a microsecond.
+        return _AS_IT_IS
+    return torch.cuda.device(device)

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch.nn import functional
 
+from moe_core.kernels.number_formats import movable
 from moe_core.kernels.scale_layouts import empty_scales
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
 
@@ -82,7 +83,7 @@ def _num_rows(num_slots: int, num_experts: int, alignment: int, ends: Tensor) ->
 def gather_rows(hidden_states: Tensor, permutation: Permutation) -> Tensor:
     """`[T, H]` -> `[R, H]`: each slot's token at its row. Rows without a slot hold some token, to be ignored."""
     source = _source(permutation.row_map, permutation.num_rows)
-    return _movable(hidden_states).index_select(0, source).view(hidden_states.dtype)
+    return movable(hidden_states).index_select(0, source).view(hidden_states.dtype)
 
 
 def gather_row_values(values: Tensor, permutation: Permutation) -> Tensor:
@@ -118,7 +119,7 @@ def masked_row_map(topk_ids: Tensor, num_experts: int, rows_per_expert: int) -> 
 def gather_masked(hidden_states: Tensor, row_map: Tensor, num_experts: int, rows_per_expert: int) -> Tensor:
     """`[T, H]` -> `[L, M, H]` by a `masked_row_map`; rows past `masked_m` are undefined."""
     num_rows = num_experts * rows_per_expert
-    values = _movable(hidden_states)
+    values = movable(hidden_states)
     rows = values.new_empty((num_rows + 1, values.shape[1]))
     token = torch.arange(row_map.shape[0], device=row_map.device).repeat_interleave(row_map.shape[1])
     # Only rows with a slot are written: a block has far more rows than tokens.
@@ -195,11 +196,6 @@ def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int
 def _laid_out(scales: Tensor, column_major: bool) -> Tensor:
     out = empty_scales(scales.shape[:-1], scales.shape[-1], scales.dtype, scales.device, column_major)
     return out.copy_(scales)
-
-
-def _movable(values: Tensor) -> Tensor:
-    """Elements of one byte as integers: not every device copies those of small floats by index."""
-    return values.view(torch.uint8) if values.itemsize == 1 else values
 
 
 def _target(row_map: Tensor, num_rows: int) -> Tensor:

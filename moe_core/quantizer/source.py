@@ -79,7 +79,8 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
     marks = tuple(Path(name).stem for name in QUANT_FILES)
     beside = [path.name for path in sorted(folder.glob("*.json")) if path.name.startswith(marks)]
     if says or beside:
-        where = f"its config.json has {dict(says)!s:.80}" if says else f"it has {beside[0]}"
+        method = says.get("quant_method") if says else None
+        where = f"its config.json says so{f', by {method!r}' if method else ''}" if says else f"it has {beside[0]}"
         raise SpecError(
             f"model {folder} is quantized already ({where}); quantize the float checkpoint it was made from"
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from moe_core.errors import MoeCoreError
 from moe_core.kernels.number_formats import E4M3_MAX
 from moe_core.kernels.quantize import LARGEST
 from moe_core.payloads import TORCH_DTYPES, Tensor
@@ -38,10 +41,16 @@ def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[st
         request: The layer; a tensor-parallel one as its first rank has it.
         device: Where they lie.
         seed: Of the draw.
+
+    Raises:
+        MoeCoreError: A CPU has too little memory for them: the system would end the process instead of saying so.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    wanted = expected_tensors(request, request.num_experts)
+    if device == "cpu":
+        _refuse_too_large(wanted)
     tensors = {}
-    for name, expected in expected_tensors(request, request.num_experts).items():
+    for name, expected in wanted.items():
         tensor = torch.empty(expected.shape, dtype=expected.dtypes[0], device=device)
         fill = _filler(name, expected, request)
         # One expert at a time: a draw of all in another dtype would need as much memory again.
@@ -53,6 +62,22 @@ def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[st
         up = slice(1, None, 2) if interleaved else slice(request.local_intermediate_size, None)
         tensors["w13"][:, up].mul_(_UP_FACTOR)
     return tensors
+
+
+def _refuse_too_large(wanted: Mapping[str, Expected]) -> None:
+    size = sum(math.prod(expected.shape) * expected.dtypes[0].itemsize for expected in wanted.values())
+    free = _free_host_bytes()
+    if free is not None and size > free:
+        raise MoeCoreError(f"the layer's weights take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free")
+
+
+def _free_host_bytes() -> int | None:
+    """Memory that programs may still take, as Linux says (`MemAvailable` of proc(5)); None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _filler(name: str, expected: Expected, request: LayerRequest) -> Callable[[Tensor, torch.Generator], object]:

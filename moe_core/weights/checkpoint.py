@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_core.errors import WeightsError
+from moe_core.errors import WeightsError, some_of
 from moe_core.payloads import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -238,17 +238,17 @@ def _read_index(index: Path) -> dict[str, str]:
         named = set(file_of.values())
         if not all(isinstance(file, str) for file in named):
             raise TypeError("files are named by strings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index}: not readable as an index with a weight_map ({error!r})") from error
     on_disk = {file.name for file in index.parent.glob("*.safetensors")}
     absent = sorted(named - on_disk)
     if absent:
-        raise WeightsError(f"{index}: shards that are not on disk: {', '.join(absent)}; fetch the rest of the model")
+        raise WeightsError(f"{index}: shards that are not on disk: {some_of(absent)}; fetch the rest of the model")
     # Files of another series (a second format beside the shards) are nobody's business.
     series = {_series(file) for file in named} - {None}
     strangers = sorted(file for file in on_disk - named if _series(file) in series)
     if strangers:
-        raise WeightsError(f"{index}: shards on disk that the index does not name: {', '.join(strangers)}")
+        raise WeightsError(f"{index}: shards on disk that the index does not name: {some_of(strangers)}")
     return dict(file_of)
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from moe_core.activation import ActivationSpec
-from moe_core.errors import SpecError, WeightsError
+from moe_core.errors import SpecError, WeightsError, some_of
 from moe_core.payloads import RawWeights, Tensor
 from moe_core.quant import LayerQuant, QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
@@ -111,7 +111,7 @@ def cut(
     given: dict[str, Any] = dict(tensors)
     strangers = [name for name, tensor in given.items() if not isinstance(tensor, torch.Tensor)]
     if strangers:
-        raise WeightsError(f"canonical tensors: {', '.join(strangers)} are no tensors; nothing was cut")
+        raise WeightsError(f"canonical tensors: {some_of(strangers)} are no tensors; nothing was cut")
     parts = canonical_parts(stored, gated=request.activation.gated, bias=request.bias)
     count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 1)
     names = frozenset(tensors)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
-from moe_core.errors import WeightsError
+from moe_core.errors import WeightsError, some_of
 from moe_core.expert_names import FUSED, PROJECTIONS, expert_name, is_draft, layer_index
 from moe_core.quant import StoredLayer, StoredScheme
 from moe_core.weights.checkpoint import TensorSource
@@ -18,8 +18,6 @@ _GATED = (*((word,) for word in FUSED), *zip(PROJECTIONS["gate"], PROJECTIONS["u
 #: Without a gate the first of `w1` and `w2` is the up projection.
 _NOT_GATED = (("up_proj",), ("w1",), ("input_linear",))
 _DOWN = tuple((word,) for word in PROJECTIONS["down"])
-
-_LISTED = 12
 
 
 @attrs.frozen(kw_only=True)
@@ -190,6 +188,5 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = sorted(names, key=_by_number)
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + more
+    ordered = sorted(names, key=_by_number)
+    return some_of(ordered)

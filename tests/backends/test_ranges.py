@@ -6,21 +6,21 @@ import attrs
 import pytest
 import torch
 from layers import random_tensors, random_tokens
+from measured import measured
 from triton_layers import DEVICE, both_manager, output, triton_layer
 
 from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.environment import load_environment
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
 
 pytest.importorskip("triton", reason="needs triton")
 
 LAYER = LayerRequest(num_experts=5, top_k=3, hidden_size=64, intermediate_size=48)
-FEW, MANY = "triton:triton.fused", "torch:none.contiguous + torch:torch.contiguous_grouped_mm"
+FEW, MANY = "triton:triton.fused", "torch:none.contiguous + torch:torch.contiguous"
 #: Few tokens go one way up to 5, the geometric middle of 3 and 12, and more the other way.
 TIMES = {FEW: {3: 10.0, 12: 40.0}, MANY: {3: 30.0, 12: 20.0}}
 PINS = {
     FEW: {"runner_backend": "triton.fused"},
-    MANY: {"runner_backend": "torch.contiguous_grouped_mm", "a2a_backend": "none.contiguous"},
+    MANY: {"runner_backend": "torch.contiguous", "a2a_backend": "none.contiguous"},
 }
 
 
@@ -31,19 +31,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def layer(tensors: dict[str, torch.Tensor]) -> MoELayer:
-    rows = [
-        Measurement(
-            candidate=candidate,
-            arch="sm90",
-            shape=shape_key(LAYER),
-            num_tokens=count,
-            microseconds=time,
-            source="by hand",
-        )
-        for candidate, times in TIMES.items()
-        for count, time in times.items()
-    ]
-    table = MeasurementTable(rows)
+    table = measured(LAYER, TIMES, arch="sm90")
     made = MoELayer(LAYER, environment=load_environment("h100"), manager=both_manager(), measurements=table)
     made.load_weights(RawWeights(tensors={name: tensor.to(DEVICE) for name, tensor in tensors.items()}))
     return made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import attrs
 import oracle
 import pytest
@@ -11,6 +14,7 @@ from quantized import QUANTS, random_quantized
 from reference_moe import rel
 
 from moe_core import LayerRequest, Workload
+from moe_core.quant import SCHEMES, LayerQuant
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -60,45 +64,93 @@ def test_numbers_of_every_scheme(name: str, mode: str, num_tokens: int) -> None:
     assert rel(output.double(), want) < TOLERANCE["bf16"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_bf16_forward_never_waits_for_the_gpu(mode: str) -> None:
-    request = attrs.evolve(LAYER, a2a_backend=f"none.{mode}")
-    layer, tokens = build(request, random_tensors(request), device="cuda"), _tokens(request, 17)
-    layer(*tokens)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(*tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_captured_graph_follows_new_routings(mode: str) -> None:
-    workload = Workload(phase="decode", max_tokens=8, graph_capture=True)
-    request = attrs.evolve(LAYER, a2a_backend=f"none.{mode}", workloads=[workload])
+def _any_layer(name: str, mode: str) -> tuple[LayerRequest, dict[str, torch.Tensor], dict[str, Any]]:
+    """A request, its tensors, and what they mean."""
+    workload = Workload(phase="decode", max_tokens=33, graph_capture=True)
+    request = attrs.evolve(LAYER, a2a_backend=f"none.{mode}", bias=True, workloads=[workload])
+    if name in QUANTS:
+        dtype = "bf16" if name == "int4_and_bf16" else "fp16"
+        request = attrs.evolve(request, dtype=dtype, quant=QUANTS[name])
+        return request, *random_quantized(request)
+    # Rows that are not a multiple of 16 bytes, which the grouped GEMM refuses.
+    width = 44 if name == "bf16 in blocks" else 48
+    dtype = name.partition(" ")[0]
+    request = attrs.evolve(request, dtype=dtype, quant=LayerQuant.of(SCHEMES[dtype]), intermediate_size=width)
     tensors = random_tensors(request)
-    layer, static = build(request, tensors, device="cuda"), _tokens(request, 8)
+    return request, tensors, dict(tensors)
+
+
+@pytest.fixture
+def restored_sync_mode() -> Iterator[None]:
+    """A test that fails while waiting is an error leaves it none for others."""
+    before = torch.cuda.get_sync_debug_mode()
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.usefixtures("restored_sync_mode")
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "bf16 in blocks", *QUANTS])
+def test_a_captured_graph_follows_new_routings_without_waiting(name: str, mode: str, num_tokens: int) -> None:
+    request, tensors, meaning = _any_layer(name, mode)
+    layer, static = build(request, tensors, device="cuda"), _tokens(request, num_tokens)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         layer(*static)
+    torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = layer(*static)
+    limit = TOLERANCE[request.dtype] if name not in QUANTS else TOLERANCE["bf16"]
     for seed in (2, 3):
-        fresh = _tokens(request, 8, seed)
+        fresh = _tokens(request, num_tokens, seed)
+        if seed == 3:
+            # All rows at one expert, and none at the others.
+            fresh[1].clamp_(max=-1)
+            fresh[1][:, 0] = 4
         for target, value in zip(static, fresh, strict=True):
             target.copy_(value)
         graph.replay()
-        assert rel(output.cpu().double(), _exact(request, tensors, fresh)) < TOLERANCE["bf16"]
+        want = oracle.layer(*(tensor.cpu() for tensor in fresh), meaning, request.activation)
+        assert rel(output.cpu().double(), want) < limit
 
 
-def test_idle_experts_full_of_nan_do_not_matter() -> None:
-    tensors = random_tensors(LAYER)
-    hidden_states, topk_ids, topk_weights = _tokens(LAYER, 9)
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_fp16_survives_what_it_cannot_hold_between(num_tokens: int) -> None:
+    request = attrs.evolve(LAYER, dtype="fp16", quant=LayerQuant.of(SCHEMES["fp16"]))
+    tensors = random_tensors(request)
+    hidden_states, topk_ids, topk_weights = _tokens(request, num_tokens)
+    tokens = hidden_states * 400, topk_ids, topk_weights * 2.0**-8
+    raw = _exact(request, tensors, (tokens[0], topk_ids, torch.ones_like(topk_weights)))
+    assert raw.abs().max() > 2 * torch.finfo(torch.float16).max
+    output = build(request, tensors, device="cuda")(*tokens)
+    assert rel(output.cpu().double(), _exact(request, tensors, tokens)) < TOLERANCE["fp16"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_block128"])
+def test_full_graph(name: str, mode: str) -> None:
+    request, tensors, meaning = _any_layer(name, mode)
+    layer, tokens = build(request, tensors, device="cuda"), _tokens(request, 33)
+    torch.compiler.reset()
+    output = torch.compile(layer, fullgraph=True, backend="aot_eager")(*tokens)
+    want = oracle.layer(*(tensor.cpu() for tensor in tokens), meaning, request.activation)
+    assert rel(output.cpu().double(), want) < TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_idle_experts_full_of_nan_do_not_matter(dtype: str) -> None:
+    request = attrs.evolve(LAYER, dtype=dtype, quant=LayerQuant.of(SCHEMES[dtype]))
+    tensors = random_tensors(request)
+    hidden_states, topk_ids, topk_weights = _tokens(request, 9)
     topk_ids = topk_ids.clamp(max=2)
-    want = _exact(LAYER, tensors, (hidden_states, topk_ids, topk_weights))
+    want = _exact(request, tensors, (hidden_states, topk_ids, topk_weights))
     for tensor in tensors.values():
         tensor[3:] = torch.nan
-    output = build(LAYER, tensors, device="cuda")(hidden_states, topk_ids, topk_weights)
+    output = build(request, tensors, device="cuda")(hidden_states, topk_ids, topk_weights)
     assert rel(output.cpu().double(), want) < TOLERANCE["bf16"]

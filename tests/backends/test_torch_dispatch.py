@@ -15,6 +15,7 @@ from layers import (
     outputs_without_assertions,
     random_tensors,
     random_tokens,
+    scale_of_one,
     scales_compared,
 )
 from ranks import RankError, run_on_ranks
@@ -286,7 +287,15 @@ def test_a_rank_that_stays_away_is_an_error_in_time() -> None:
     request = _with("standard", "torch_alltoall", ep_size=2)
     error, _ = run_on_ranks(agree_or_time_out, [(request, True), (request, False)])
     assert isinstance(error, RankError)
-    assert "not every rank sent its plan within 2 s" in error.text
+    assert "not every rank sent its plan, given up after 2." in error.text
+    assert "this process group cannot be used any more" in error.text
+
+
+@pytest.mark.error_path
+def test_a_connection_that_closes_is_not_called_late() -> None:
+    error, _ = run_on_ranks(scale_of_one, [()] * 2)
+    assert isinstance(error, RankError)
+    assert "sent its scale of tokens, given up after 0." in error.text
 
 
 @pytest.mark.error_path

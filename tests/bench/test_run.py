@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 
 import attrs
 import pytest
 import torch
+from measured import measured
 
-from moe_core.bench import OURS
+from moe_core.bench import OURS, contenders
 from moe_core.bench import run as comparison
 from moe_core.bench.contenders import Combination
 from moe_core.bench.memory import activation_bytes, held_bytes
@@ -62,6 +64,15 @@ def test_ours_and_peers_are_timed_and_compared():
         assert row.floor > 0
     assert rows[f"{OURS} none.masked + torch.masked"].runs == "torch:none.masked + torch:torch.masked"
     assert rows["torch grouped_mm"].runs.startswith("torch 2.")
+
+
+def test_each_row_says_what_ran_with_its_number_of_tokens(monkeypatch):
+    few, many = (f"torch:none.{kind} + torch:torch.{kind}" for kind in ("standard", "masked"))
+    times = {few: {1: 1.0, 16: 2.0, 256: 9.0}, many: {1: 5.0, 16: 6.0, 256: 7.0}}
+    table = measured(SHAPE.request(), times)
+    monkeypatch.setattr(contenders, "MoELayer", partial(contenders.MoELayer, measurements=table))
+    rows = run(_sweep(tokens=(1, 8, 300)), lambda report: None).rows
+    assert [(row.num_tokens, row.runs) for row in rows] == [(1, few), (8, few), (300, many)]
 
 
 def test_a_peer_that_fails_keeps_its_row_with_the_error():
@@ -193,7 +204,17 @@ def test_a_report_is_the_same_after_writing_and_reading(tmp_path):
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}', '{"schema": 1, "machine": {}, "rows": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"schema": 1, "schema": 1}',
+        "[" * 100_000,
+        '{"schema": 99}',
+        '{"schema": 1, "machine": {}, "rows": []}',
+    ],
+)
 def test_other_files_are_refused(tmp_path, content):
     file = tmp_path / "other.json"
     file.write_text(content, encoding="utf-8")

@@ -124,3 +124,27 @@ def test_json_is_the_only_output_on_stdout(moe_core):
     result = moe_core("resolve", "--environment", "cpu", "--json", SGLANG_DEEPEP_BF16_DISPATCH="1")
     assert json.loads(result.stdout)["schema"] == 1
     assert result.stderr.startswith("warning: environment variable SGLANG_DEEPEP_BF16_DISPATCH is deprecated")
+
+
+#: Options that mean something else in each command, or may be repeated in some, and say so.
+OF_THE_COMMAND = {
+    "--dtype",
+    "--exclude",
+    "--model",
+    "--output",
+    "--quant-scheme",
+    "--seconds",
+    "--strict",
+    "--text",
+    "--verbose",
+    "--window",
+}
+
+
+def test_options_of_several_commands_say_the_same_in_all_of_them():
+    said = {}
+    for command in COMMANDS.values():
+        for option in command.params:
+            if option.opts[0].startswith("--") and option.opts[0] not in OF_THE_COMMAND:
+                said.setdefault(option.opts[0], set()).add((option.help, option.metavar))
+    assert {name for name, texts in said.items() if len(texts) > 1} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 
@@ -49,6 +50,16 @@ def test_json_and_file_hold_the_same_and_can_be_shown_again(call, tmp_path):
     assert code == 0
     assert "HELD MB" in shown
     assert re.search(r"moe-core +\d", shown)
+
+
+def test_the_profiler_of_torch_says_nothing(call, monkeypatch):
+    """It reads the variable when it first starts, so that its lines would show in a new process alone."""
+    for level in (None, "0"):
+        monkeypatch.setenv("KINETO_LOG_LEVEL", "0")
+        if level is None:
+            monkeypatch.delenv("KINETO_LOG_LEVEL")
+        assert call("bench", *SIZES, *QUICK, "--peer", "none", "--memory")[0] == 0
+        assert os.environ["KINETO_LOG_LEVEL"] == (level or "99")
 
 
 def test_layers_of_a_model(call, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -37,8 +38,9 @@ def _parts(out):
     return {block[0].strip(): block[1:] for block in blocks}
 
 
-def test_what_runs_comes_first_and_all_fits_a_screen_or_two(call, only):
+def test_what_runs_comes_first_and_all_fits_a_screen_or_two(call, only, monkeypatch):
     only(*VENDORS)
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = call(*ON_H100)
     assert (code, err) == (0, "")
     assert "\x1b" not in out
@@ -57,7 +59,33 @@ def test_what_runs_comes_first_and_all_fits_a_screen_or_two(call, only):
     assert last == "every reason: --explain -v; those against one backend: pin it"
 
 
-def test_the_page_shows_what_is_printed(call):
+@pytest.mark.parametrize(("size", "is_noted"), [(96, False), (100, True), (128, False)])
+def test_what_stands_in_is_said_once_with_the_plan(call, only, size, is_noted):
+    whole = (Limit("intermediate_size", "multiple_of", 32),)
+    tiled = runner("acme", "tiled", weight_layout="acme_tiled", limits=whole, tier="tuned")
+    plain = runner("acme", "plain", weight_layout="acme_plain", stands_in_for="acme.tiled")
+    only(plugin("acme", dispatchers=[dispatcher("none")], runners=[tiled, plain]))
+    words = ("resolve", "--environment", "cpu", "--no-measurements", "--intermediate-size", str(size))
+    note = "acme:acme.plain stands in for acme.tiled: needs intermediate_size multiple_of 32, found intermediate_size"
+    for more in ((), ("--strict",), ("--explain",), ("--explain", "-v")):
+        code, out, err = call(*words, *more)
+        assert (code, err) == (0, "")
+        assert _words(out).count(f"notes {note} {size}") == is_noted
+        assert out.count("stands in for") == is_noted
+    code, out, _ = call(*words, "--json")
+    assert code == 0
+    (group,) = json.loads(out)["groups"]
+    assert group["plan"]["notes"] == group["decision"]["workloads"][0]["notes"] == [f"{note} {size}"] * is_noted
+    # A plan that another workload prevents.
+    limited = attrs.evolve(plain, phases=("decode",))
+    only(plugin("acme", dispatchers=[dispatcher("none")], runners=[tiled, limited]))
+    code, out, _ = call(*words, "--workload", "decode", "--workload", "prefill", "--explain")
+    assert code == is_noted
+    assert ("stands in for" in out) == is_noted
+
+
+def test_the_page_shows_what_is_printed(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     page = (Path(__file__).parents[2] / "docs" / "another_machine.md").read_text(encoding="utf-8")
     ((command, shown),) = re.findall(r"`moe-core ([^`]+)` prints:\n\n```text\n(.*?)```", page, flags=re.DOTALL)
     _, out, _ = call(*command.split())

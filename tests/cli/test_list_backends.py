@@ -7,8 +7,8 @@ import json
 import pytest
 
 from moe_core.cli.list_backends import reason_rows
-from moe_core.decision import Reason
 from moe_core.environment import PRESETS
+from moe_core.findings import Reason
 from moe_core.manager import BackendManager
 
 pytestmark = pytest.mark.error_path

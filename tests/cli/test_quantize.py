@@ -51,7 +51,8 @@ def test_a_checkpoint_is_written_and_described(call, folder, tmp_path, words, st
     code, printed, err = call("quantize", str(folder), str(out), "--scheme", *words)
     shown = " ".join(printed.split())
     assert code == 0
-    assert re.fullmatch(rf"writing {re.match('[a-z0-9_]+', stored)[0]} for [a-z_]+: [0-9.]+ s\n", err)
+    writing = rf"writing {re.match('[a-z0-9_]+', stored)[0]} for [a-z_]+"
+    assert re.fullmatch(rf"{writing} \.\.\.\n{writing}: [0-9.]+ s\n", err)
     assert f"scheme {stored}" in shown
     assert "experts 6: 0.1 MB -> 0.0 MB" in shown
     assert (out / "generation_config.json").is_file()
@@ -148,7 +149,7 @@ def test_refused_before_the_model_is_loaded(call, folder, text, tmp_path, monkey
     (quantized / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     code, _, err = call("quantize", str(quantized), str(tmp_path / "out"), *words)
     assert code == 2
-    assert "quantized already" in err
+    assert "is quantized already (its config.json says so, by 'fp8')" in err
 
 
 @pytest.mark.error_path

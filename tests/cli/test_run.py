@@ -168,6 +168,13 @@ def test_bytes_as_tokens(folder):
         load_codec(folder, 100)
 
 
+def test_a_tokenizer_is_described_by_what_a_user_knows_of_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    assert load_codec(tmp_path, 2).name == "tokenizer of 2 tokens"
+
+
 @pytest.mark.error_path
 @pytest.mark.parametrize("option", ["--runner-backend", "--a2a-backend"])
 def test_unknown_pins_are_refused_before_anything_is_loaded(call, folder, tmp_path, option):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -172,3 +173,10 @@ def test_log_likelihood_is_the_loss_that_transformers_computes() -> None:
     found = evaluate(lambda window: prompt_logits(model, window), ids.tolist(), cut_windows(40, 64, 64))
     # transformers sums in fp32.
     assert -found.log_likelihood.mean == pytest.approx(loss, rel=1e-6)
+
+
+def test_progress_is_told_after_every_window(ids: list[int]) -> None:
+    for run in (partial(evaluate, Bigrams(1)), partial(compare, Bigrams(1), Bigrams(2))):
+        told: list[tuple[int, int]] = []
+        run(ids, cut_windows(50, 20, 15), progress=lambda *counts, told=told: told.append(counts))
+        assert told == [(1, 3), (2, 3), (3, 3)]

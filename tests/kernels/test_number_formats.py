@@ -25,6 +25,7 @@ from moe_core.kernels.number_formats import (
     has_e4m3_nan,
     power_of_two_above,
     power_of_two_below,
+    power_of_two_scale,
     round_e2m1,
     round_e4m3,
     round_to_e4m3,
@@ -53,6 +54,19 @@ def test_powers_of_two_around_a_number() -> None:
     assert torch.equal(power_of_two_below(values).double(), pow2(floor_log2(values.double())))
     assert torch.equal(power_of_two_above(torch.zeros(1)), torch.zeros(1))
     assert float(power_of_two_above(torch.tensor([1e-44]))) == 2.0**-126
+
+
+@pytest.mark.parametrize("largest", [1.0, 2.0**15])
+def test_scales_bring_rows_of_any_size_to_one_octave(largest: float) -> None:
+    rows = torch.randn(250, 9).clamp(-3, 3) * 2.0 ** torch.linspace(-125, 125, 250)[:, None]
+    scale = power_of_two_scale(rows, largest)
+    assert torch.equal(scale.log2(), scale.log2().round())
+    sizes = (rows / scale).abs().amax(1)[scale[:, 0] > 2.0**-126]
+    assert sizes.numel() > 200
+    assert ((sizes > largest / 2) & (sizes <= largest)).all()
+    assert torch.equal((rows / scale) * scale, rows)
+    odd = torch.tensor([[0.0], [1e-45], [torch.inf], [torch.nan]])
+    assert torch.isin(power_of_two_scale(odd, largest), torch.tensor([2.0**-126, 2.0**127])).all()
 
 
 def test_roundings_have_ties_to_even_and_saturate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ SIZES = [(0, 2, 3), (1, 8, 8), (7, 3, 5), (5, 2, 70), (40, 3, 2), (3, 2, 0)]
 TOKEN_DTYPES = [
     TokenDtype(word, s) for word in ("fp8", "int8") for s in ("row_128", "column_128", "ue8m0_128", "token")
 ]
+_FP8 = TokenDtype("fp8", "row_128")
 
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
@@ -115,6 +117,28 @@ def test_masked_blocks_hold_each_experts_tokens(size: tuple[int, int, int], rout
             assert torch.equal(tokens.hidden_states[expert, row].cpu(), x[token])
             assert torch.equal(tokens.scales[expert, row].cpu(), scales[token])
     assert (row_map.cpu()[ids < 0] == -1).all()
+
+
+@pytest.mark.parametrize("token_dtype", [one for one in TOKEN_DTYPES if one.scales != "token"], ids=str)
+@pytest.mark.parametrize("size", [(0, 2, 3), (7, 3, 5), (3, 2, 0)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_rounded_on_the_way_are_those_rounded_before(
+    size: tuple[int, int, int], token_dtype: TokenDtype, masked: bool
+) -> None:
+    ids, x = _ids(size, "random").to(DEVICE), torch.randn(size[0], 1100).bfloat16().to(DEVICE)[:, :1090]
+    move = (
+        partial(ops.permute_masked, x, ids, size[2], 3) if masked else partial(ops.permute_contiguous, x, ids, size[2])
+    )
+    codes, scales = ops.quantize(x, token_dtype)
+    tokens, row_map = move(token_dtype=token_dtype)
+    like = ops.quantize(torch.zeros_like(tokens.hidden_states, dtype=x.dtype), token_dtype)[1]
+    assert tokens.hidden_states.dtype == codes.dtype
+    assert (tokens.scales.dtype, tokens.scales.shape, tokens.scales.stride()) == (like.dtype, like.shape, like.stride())
+    rows, row_scales = tokens.hidden_states.flatten(0, -2), tokens.scales.flatten(0, -2)
+    for token, slot in (row_map >= 0).nonzero().tolist():
+        row = row_map[token, slot]
+        assert torch.equal(rows[row].view(torch.int8), codes[token].view(torch.int8))
+        assert torch.equal(row_scales[row], scales[token])
 
 
 def test_a_full_block_takes_no_more_and_says_so() -> None:
@@ -364,6 +388,22 @@ def test_codes_cannot_be_weighted() -> None:
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32])
+def test_codes_are_not_rounded_as_if_they_were_values(dtype: torch.dtype) -> None:
+    codes = torch.ones(2, 128).to(dtype).to(DEVICE)
+    ids = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    for call in (
+        lambda: ops.permute_contiguous(codes, ids, 1, token_dtype=_FP8),
+        lambda: ops.permute_masked(codes, ids, 1, 2, token_dtype=_FP8),
+        lambda: ops.quantize(codes, _FP8),
+        lambda: ops.activate(codes, SWIGLU),
+        lambda: ops.permute_contiguous(codes, ids, 1, row_weights=torch.ones(2, 1, device=DEVICE)),
+    ):
+        with pytest.raises(InputError, match=f"float.*got {re.escape(str(dtype))}"):
+            call()
+
+
+@pytest.mark.error_path
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -373,6 +413,31 @@ def test_codes_cannot_be_weighted() -> None:
         (lambda x, ids, w: ops.permute_contiguous(x, ids, 3, row_weights=w[:, :1]), "row_weights: expected [3, 2]"),
         (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w[0]), "scales: expected [3, G], got [2]"),
         (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w[:2]), "scales: expected [3, G], got [2, 2]"),
+        (
+            lambda x, ids, w: ops.permute_contiguous(x, ids, 3, token_dtype=TokenDtype("int8", "token")),
+            "scales of groups",
+        ),
+        (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w, token_dtype=_FP8), "token_dtype: float tokens"),
+        (lambda x, ids, w: ops.permute_contiguous(x, ids, 3, row_weights=w, token_dtype=_FP8), "`quantize` them after"),
+        (lambda x, ids, w: ops.permute_masked(x[:, :0], ids, 3, 4), "hidden_states: expected [T, H] with H >= 1"),
+        (lambda x, ids, w: ops.permute_contiguous(x[:, :0], ids, 3, token_dtype=_FP8), "got [3, 0]"),
+        (
+            lambda x, ids, w: ops.permute_contiguous(x[:, 0], ids, 3),
+            "hidden_states: expected [T, H] with H >= 1, got [3]",
+        ),
+        (lambda x, ids, w: ops.quantize(x[:, :0], _FP8), "rows: expected [R, C] or [L, M, C] with C >= 1, got [3, 0]"),
+        (lambda x, ids, w: ops.quantize(x[0], _FP8), "rows: expected [R, C] or [L, M, C] with C >= 1, got [5]"),
+        (lambda x, ids, w: ops.activate(x[:, :0], SWIGLU), "with C >= 1, got [3, 0]"),
+        (
+            lambda x, ids, w: ops.permute_contiguous(x, ids, 3, column_major=True, token_dtype=_FP8),
+            "column_major: fp8/row_128 says how its scales lie",
+        ),
+        (
+            lambda x, ids, w: ops.permute_masked(
+                x, ids, 3, 4, column_major=True, token_dtype=TokenDtype("int8", "column_128")
+            ),
+            "column_major: int8/column_128 says how its scales lie",
+        ),
         (lambda x, ids, w: ops.combine(x, ids, w[:, :1], torch.float32), "topk_weights: expected [3, 2] of row_map"),
         (lambda x, ids, w: ops.activate(x, SWIGLU), "expected [.., 2 I], got [3, 5]"),
         (lambda x, ids, w: ops.activate(x[:, :4], SWIGLU, real=ids[:2, 0]), "real: expected [3] for rows [3, 4]"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import attrs
 import torch
 from layers import random_tokens
 from triton.backends.compiler import GPUTarget
@@ -18,6 +19,7 @@ from triton_layers import both_manager
 
 from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.activation import SWIGLU_OAI
+from moe_core.backends.triton import device
 from moe_core.environment import load_environment
 from moe_core.kernels import ops
 from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, W8A8_INT8
@@ -55,6 +57,8 @@ def main(capability: int) -> None:
         return kernel
 
     jit.JITFunction.run = compile_only
+    # Such a GPU has dependent launches, the interpreter has none.
+    device._INTERPRETED = attrs.evolve(device._INTERPRETED, pdl=True)
     # What is compiled already would be launched.
     CompiledKernel.run = lambda self, *arguments: None
     for scheme, token_counts in LAYERS.items():
@@ -82,6 +86,11 @@ def _blocks() -> None:
             tokens, ids, 4, alignment=128, row_weights=on_input, scales=words, column_major=True
         )
         ops.permute_masked(tokens, ids, 4, 80, row_weights=on_input, scales=words)
+    for layout in ("row_128", "ue8m0_128"):
+        ops.permute_contiguous(x, ids, 4, token_dtype=TokenDtype("fp8", layout))
+    ops.permute_masked(x, ids, 4, 80, token_dtype=TokenDtype("int8", "column_128"))
+    for given, table in ((ids, None), (ids.int(), ids[:4, 0])):
+        ops.checked_ids(given, 4, table)
     flat = ops.row_experts(rows.num_tokens_per_expert, rows.group_ends, 128)
     ops.combine(x, row_map, weights, torch.bfloat16, scaling_factor=2.0)
     for hidden, real in ((torch.zeros(128, 512), flat), (torch.zeros(4, 8, 512), rows.num_tokens_per_expert)):

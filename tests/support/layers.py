@@ -138,6 +138,15 @@ def scales_compared(group: ExpertGroup, scale: float) -> torch.Tensor:
     return torch.zeros(1)
 
 
+def scale_of_one(group: ExpertGroup) -> torch.Tensor:
+    """A rank's job: compare scales of tokens, or give up the group."""
+    if group.rank == 0:
+        check_token_scale(torch.tensor(2.0), group)
+    else:
+        torch.distributed.destroy_process_group()
+    return torch.zeros(1)
+
+
 def agree_or_time_out(group: ExpertGroup, request: LayerRequest, takes_part: bool) -> torch.Tensor:
     """A rank's job: compare plans, or stay away until the other has given up."""
     plan, _ = make_plan(torch_manager(), request, probe_environment((), "cpu"))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
+import attrs
 import pytest
 import torch
 
 from moe_core.activation import RELU2, ActivationSpec
+from moe_core.errors import MoeCoreError
 from moe_core.layer import MoELayer
 from moe_core.payloads import RawWeights
 from moe_core.quant import BF16, FP8_BLOCK128, SCHEMES
 from moe_core.tuning.ceilings import Ceilings
-from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights
+from moe_core.tuning.layers import Batches, _free_host_bytes, bytes_per_expert, layer_floor, random_weights
 from moe_core.tuning.shapes import SHAPES, LayerShape
 from moe_core.weights.expected import expected_tensors
 
@@ -94,3 +98,14 @@ def test_floor_reads_active_experts_once_or_multiplies_every_row():
     assert layer_floor(request, batches, 700.0, reading) == 2 * 700.0 / 10.0
     multiplying = Ceilings(bytes_per_us=1e30, flops_per_us={"bf16": 1.0})
     assert layer_floor(request, batches, 700.0, multiplying) == 2 * 2 * 3 * 256 * 128
+
+
+def test_weights_that_do_not_fit_into_memory_are_refused_before_any_is_made(monkeypatch):
+    monkeypatch.setattr("moe_core.tuning.layers._free_host_bytes", lambda: 10**6)
+    with pytest.raises(MoeCoreError, match=r"weights take 1\.0 GB, 0\.0 GB of memory are free"):
+        random_weights(attrs.evolve(SHAPES["qwen3-30b-a3b"], num_experts=106).request(), "cpu")
+
+
+def test_memory_that_is_free_is_known_on_linux():
+    free = _free_host_bytes()
+    assert free is None if sys.platform != "linux" else 10**6 < free < 10**14

@@ -113,6 +113,28 @@ def test_a_shard_that_is_not_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.error_path
+def test_of_very_many_shards_some_are_named(tmp_path: Path) -> None:
+    save(tmp_path, TENSORS, 3)
+    missing = {f"absent{number}": f"model-{number:05}-of-00300.safetensors" for number in range(100, 300)}
+    edit_index(tmp_path, **missing)
+    listed = r"(model-\d+-of-00300.safetensors, ){11}model-00111-of-00300.safetensors and 188 more; fetch the rest"
+    with pytest.raises(WeightsError, match=rf"shards that are not on disk: {listed}"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.error_path
+def test_of_very_many_shards_that_nobody_names_some_are_named(tmp_path: Path) -> None:
+    save(tmp_path, TENSORS, 2)
+    edit_index(tmp_path)
+    for number in range(20):
+        (tmp_path / f"model-{number + 100:05}-of-00002.safetensors").touch()
+    with pytest.raises(
+        WeightsError, match=r"does not name: (model-001\d\d-of-00002.safetensors, ){11}[^,]+ and 8 more$"
+    ):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.error_path
 def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
     save(tmp_path, TENSORS, 3)
     edit_index(tmp_path, t0=None, t3=None)

@@ -8,9 +8,10 @@ from functools import partial
 from moe_core.kernels.activation import activation_function
 from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
+from moe_core.kernels.number_formats import byte_pairs
 from moe_core.payloads import ContiguousTokens, ExpertsFn, MaskedTokens, PreparedWeights, StandardTokens, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_core.quant import QuantScheme
+from moe_core.quant import WEIGHT_BITS, QuantScheme
 
 
 def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
@@ -30,6 +31,9 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
 
 def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> ExpertLinear:
     name = f"w{number}"
+    if WEIGHT_BITS[scheme.weight_dtype] == 4:
+        # Kept from now on: its upload would make the first forward wait for the device.
+        byte_pairs(scheme.weight_dtype, weights[name].device)
     return ExpertLinear.of(
         scheme,
         weights[name],

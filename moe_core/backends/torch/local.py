@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from moe_core.kernels import ops
-from moe_core.kernels.checks import can_assert, checked_slots, named_once
+from moe_core.kernels.checks import can_assert, checked_slots, named_once, renumbered
 from moe_core.payloads import (
     TORCH_DTYPES,
     CombineFn,
@@ -35,16 +35,21 @@ class LocalIds:
 
     def __init__(self, plan: MoEPlan, group: ExpertGroup) -> None:
         """Look up this rank's slots."""
-        self._num_slots = plan.request.num_slots
-        self._slots = plan.request.local_slots(group.rank)
+        self._num_slots, slots = plan.request.num_slots, plan.request.local_slots(group.rank)
+        self._table: Tensor | None = None
+        if len(slots) < self._num_slots:
+            self._table = torch.full((self._num_slots,), -1)
+            self._table[slots.start : slots.stop] = torch.arange(len(slots))
 
     def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """The local ids and the weights; slots out of range are as in `checks.checked_slots`."""
+        if self._table is not None and self._table.device != topk_ids.device:
+            self._table = self._table.to(topk_ids.device)
+        if topk_ids.device.type != "cpu" and can_assert(topk_ids):
+            # One launch.
+            return ops.checked_ids(topk_ids, self._num_slots, self._table), topk_weights
         topk_ids, topk_weights = checked_slots(topk_ids, topk_weights, self._num_slots)
-        if len(self._slots) == self._num_slots:
-            return topk_ids, topk_weights
-        is_here = (topk_ids >= self._slots.start) & (topk_ids < self._slots.stop)
-        return torch.where(is_here, topk_ids - self._slots.start, -1), topk_weights
+        return renumbered(topk_ids, self._table), topk_weights
 
 
 @attrs.define(eq=False)
@@ -68,17 +73,15 @@ class LocalPermutation:
     ) -> tuple[ContiguousTokens, LocalHandle]:
         """`[T, H]` -> rows grouped by expert."""
         on_input, on_output = self._sides(topk_weights)
-        values, scales = self._rounded(hidden_states, on_input)
         tokens, row_map = ops.permute_contiguous(
-            values,
+            hidden_states,
             local_ids,
             self.num_local_experts,
             alignment=self.row_alignment,
             row_weights=on_input,
-            scales=scales,
-            column_major=True,
+            token_dtype=self.codes if on_input is None else None,
         )
-        if self.codes is not None and scales is None:
+        if self.codes is not None and tokens.scales is None:
             real = ops.row_experts(tokens.num_tokens_per_expert, tokens.group_ends, tokens.hidden_states.shape[0])
             tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=real)
         return tokens, (row_map, on_output)
@@ -92,29 +95,21 @@ class LocalPermutation:
             local_ids, topk_weights = named_once(local_ids, topk_weights)
         num_rows = self._rows_per_expert(local_ids)
         on_input, on_output = self._sides(topk_weights)
-        values, scales = self._rounded(hidden_states, on_input)
         tokens, row_map = ops.permute_masked(
-            values,
+            hidden_states,
             local_ids,
             self.num_local_experts,
             num_rows,
             row_weights=on_input,
-            scales=scales,
-            column_major=True,
+            token_dtype=self.codes if on_input is None else None,
         )
-        if self.codes is not None and scales is None:
+        if self.codes is not None and tokens.scales is None:
             tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=tokens.masked_m)
         if can_fail and (local_ids.device.type != "cpu" or torch.compiler.is_compiling()):
             torch._assert_async(
                 (tokens.masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
         return tokens, (row_map, on_output)
-
-    def _rounded(self, hidden_states: Tensor, on_input: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens as codes and scales, once each; as they are where each row is multiplied by a weight first."""
-        if self.codes is None or on_input is not None:
-            return hidden_states, None
-        return ops.quantize(hidden_states, self.codes)
 
     def _sides(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The weights that multiply the experts' inputs, and those of their outputs: one of both."""

@@ -9,14 +9,12 @@ import attrs
 from moe_core.activation import ActivationPattern
 from moe_core.hookspecs import hookimpl
 from moe_core.kernels.schemes import EVERY_SCHEME
-from moe_core.quant import BF16
 from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.vocabulary import CANONICAL
 
 if TYPE_CHECKING:
     from moe_core.payloads import ExpertsFn, PreparedWeights, RawWeights
     from moe_core.plan import MoEPlan, Route
-
-WEIGHT_LAYOUT = "canonical"
 
 _FLOATS = (TokenDtype("fp32"), TokenDtype("bf16"), TokenDtype("fp16"))
 _WIRE = (*_FLOATS, TokenDtype("fp8", "row_128"))
@@ -56,12 +54,8 @@ def _alltoall(format_: str) -> DispatcherSpec:
     )
 
 
-#: Device generations on which torch's grouped GEMM reads the group sizes on the device.
-_GROUPED_MM_ARCHS = ("sm90", "sm100", "sm103")
-
-
 def _runner(format_: str) -> RunnerSpec:
-    """Everything, everywhere: a loop over the experts that have rows where no grouped GEMM serves."""
+    """Everything, everywhere: a CPU loops over the experts that have rows, other devices take groups or blocks."""
     return RunnerSpec(
         name="torch",
         kernel=format_,
@@ -70,10 +64,11 @@ def _runner(format_: str) -> RunnerSpec:
         schemes=(EVERY_SCHEME,),
         activations=_ACTIVATIONS,
         dtypes=("fp32", "bf16", "fp16"),
-        weight_layout=WEIGHT_LAYOUT,
+        weight_layout=CANONICAL,
         bias=True,
         weight_on_input=True,
         post_norm=True,
+        graph_safe=True,
         tier=_tier(format_),
     )
 
@@ -82,21 +77,6 @@ def _invariant(format_: str) -> RunnerSpec:
     """The same loop, row by row: a token's bits do not depend on its batch."""
     return attrs.evolve(
         _runner(format_), kernel=f"{format_}_invariant", devices=("cpu",), deterministic=True, tier="reference"
-    )
-
-
-def _grouped_mm(format_: str) -> RunnerSpec:
-    """Torch's grouped GEMM, without a host synchronisation."""
-    return attrs.evolve(
-        _runner(format_),
-        kernel=f"{format_}_grouped_mm",
-        schemes=(BF16,),
-        dtypes=("bf16",),
-        devices=("cuda",),
-        archs=_GROUPED_MM_ARCHS,
-        # Rows and columns of 16 bytes.
-        limits=(Limit("hidden_size", "multiple_of", 8), Limit("intermediate_size", "multiple_of", 8)),
-        graph_safe=True,
     )
 
 
@@ -113,7 +93,7 @@ def declare_backends() -> PluginSpec:
         hook_api=1,
         description="torch on any device; torch.distributed as transport",
         dispatchers=[*map(_local, _FORMATS), *map(_alltoall, _FORMATS)],
-        runners=[make(format_) for make in (_runner, _invariant, _grouped_mm) for format_ in _FORMATS],
+        runners=[make(format_) for make in (_runner, _invariant) for format_ in _FORMATS],
         requirements=(Requirement(module="torch", minimum="2.10", install="pip install 'torch>=2.10'"),),
     )
 

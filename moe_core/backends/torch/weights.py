@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_core.backends.torch.plugin import WEIGHT_LAYOUT
 from moe_core.kernels.scale_tensors import scale_tensors
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.quant import QuantScheme
+from moe_core.vocabulary import CANONICAL
 
 
 def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
@@ -23,7 +23,7 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     }
     if out is None:
         return PreparedWeights(
-            layout=WEIGHT_LAYOUT,
+            layout=CANONICAL,
             tensors=tensors,
             activation=weights.activation,
             post_norm=weights.post_norm,

@@ -68,7 +68,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | F
             rounded_from=TORCH_DTYPES[request.dtype],
             rounded_group=0 if activation is None else w2.rounded_group,
         ),
-        second=gemm(w2.weight, row_group=w2.group, tiles_known=True),
+        second=gemm(w2.weight, row_group=w2.group),
         one_token=OneToken(w13.weight, w2.weight, activation, table.one_token, check=on_device, pdl=pdl)
         if plain and activation is not None
         else None,

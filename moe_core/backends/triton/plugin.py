@@ -10,6 +10,7 @@ from moe_core.activation import ActivationPattern
 from moe_core.backends.triton.schemes import SUPPORTED
 from moe_core.hookspecs import hookimpl
 from moe_core.specs import Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.vocabulary import CANONICAL
 
 if TYPE_CHECKING:
     from moe_core.payloads import ExpertsFn, FusedFn, PreparedWeights, RawWeights
@@ -39,7 +40,7 @@ def _runner(format_: str) -> RunnerSpec:
         devices=("cuda",),
         archs=_MEASURED_ARCHS,
         # The same canonical weights that the torch runners read.
-        weight_layout="canonical",
+        weight_layout=CANONICAL,
         # Rows of 16 bytes for the copies into shared memory.
         limits=(Limit("hidden_size", "multiple_of", 16), Limit("intermediate_size", "multiple_of", 16)),
         bias=True,

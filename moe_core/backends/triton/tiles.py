@@ -24,7 +24,7 @@ _BYTES = {"half": (2, 2), "byte": (1, 1), "narrow": (2, 1)}
 #: With few rows, weights are the operand of 64 rows; with many, they come through the bulk copy engine.
 MEASURED: dict[str, dict[float, TilePair]] = {
     "half": {
-        8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 4, swap=True, ahead=256)),
+        8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
         24: (Tile(32, 32, 128, 4, 2, swap=True), Tile(32, 64, 128, 4, 2, swap=True)),
         48: (Tile(64, 128, 64, 8, 3, tma=True), Tile(64, 128, 64, 8, 3, tma=True, tma_rows=True)),
         # Weights are still what takes the time.
@@ -34,7 +34,7 @@ MEASURED: dict[str, dict[float, TilePair]] = {
     },
     "byte": {
         8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 5, swap=True)),
-        24: (Tile(32, 32, 128, 4, 6, swap=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True, ahead=512)),
+        24: (Tile(32, 32, 128, 4, 6, swap=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True)),
         math.inf: (
             Tile(64, 128, 128, 8, 4, tma=True),
             Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),

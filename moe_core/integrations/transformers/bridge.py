@@ -14,11 +14,12 @@ import attrs
 import torch
 
 from moe_core.environment import Environment
-from moe_core.errors import InputError, UnsupportedModelError
+from moe_core.errors import InputError, UnsupportedModelError, some_of
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
 from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
 from moe_core.integrations.transformers.traits import DTYPE_NAMES, NAME, configured_top_k, is_experts, local_parameters
 from moe_core.manager import BackendManager, default_manager
+from moe_core.measurements import MeasurementTable
 from moe_core.payloads import Tensor
 
 
@@ -29,6 +30,7 @@ def prepare(
     runner_backend: str | None = None,
     a2a_backend: str | None = None,
     manager: BackendManager | None = None,
+    measurements: MeasurementTable | None = None,
 ) -> dict[str, PreparedExperts]:
     """Resolve, prepare and bind every experts module of a model, after it was loaded, moved and split.
 
@@ -43,6 +45,8 @@ def prepare(
         runner_backend: Pin of the runner.
         a2a_backend: Pin of the dispatcher.
         manager: The plugins; default: the installed ones.
+        measurements: Measured times that rank the candidates; default: the user's and the shipped ones; an empty table
+            leaves them out.
 
     Returns:
         Module name -> what serves it.
@@ -51,20 +55,21 @@ def prepare(
         UnsupportedModelError: No experts module, or one with a trait that is not understood, or whose own forward
             computes something else than its flags say.
         ResolutionError: Nothing fits, or a pin does not; the message lists candidates and reasons.
-        InputError: The environment is of another device type than the parameters, or it or a pin is given for
-            experts that `load_model` has prepared.
+        InputError: The environment is of another device type than the parameters, or something is
+            given for experts that `load_model` has prepared.
     """
     preparer = Preparer(
         manager=manager or default_manager(),
         environment=environment,
         a2a_backend=a2a_backend,
         runner_backend=runner_backend,
+        measurements=measurements,
     )
     loaded = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
-    if loaded and (environment, a2a_backend, runner_backend, manager) != (None,) * 4:
+    if loaded and (environment, a2a_backend, runner_backend, manager, measurements) != (None,) * 5:
         raise InputError(
-            f"the quantized experts of {', '.join(loaded)} were prepared when they were loaded; give the pins and the "
-            "environment to load_model"
+            f"the quantized experts of {some_of(loaded)} were prepared when they were loaded; give pins, environment "
+            "and measured times to load_model"
         )
     prepared = {name: module.prepared for name, module in loaded.items()}
     prepared |= prepare_modules(model, preparer, bool(loaded))

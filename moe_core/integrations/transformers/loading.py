@@ -22,6 +22,7 @@ from moe_core.integrations.transformers.quantized_experts import QuantizedExpert
 from moe_core.integrations.transformers.registry import register
 from moe_core.integrations.transformers.stored_experts import StoredExperts, dense_names, find_stored_experts
 from moe_core.manager import BackendManager, default_manager
+from moe_core.measurements import MeasurementTable
 from moe_core.model_config import quantization_of, read_config
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import load_experts
@@ -64,6 +65,7 @@ def load_model(
     runner_backend: str | None = None,
     a2a_backend: str | None = None,
     manager: BackendManager | None = None,
+    measurements: MeasurementTable | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a causal language model with quantized experts from its folder; nothing is downloaded.
@@ -81,6 +83,8 @@ def load_model(
         runner_backend: Pin of the runner.
         a2a_backend: Pin of the dispatcher.
         manager: The plugins; default: the installed ones.
+        measurements: Measured times that rank the candidates; default: the user's and the shipped ones; an empty table
+            leaves them out.
         progress: Called with (bytes dealt with, bytes in all).
 
     Raises:
@@ -103,6 +107,7 @@ def load_model(
         environment=environment,
         runner_backend=runner_backend,
         a2a_backend=a2a_backend,
+        measurements=measurements,
     )
     with Checkpoint(path) as checkpoint:
         stack = LayerStack.of(shell.config, experts_modules(checkpoint.names))

@@ -14,6 +14,7 @@ from moe_core.errors import InputError, UnsupportedModelError, WeightsError
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights, read_layout
 from moe_core.integrations.transformers.selfcheck import check_against_eager
 from moe_core.manager import BackendManager
+from moe_core.measurements import MeasurementTable
 from moe_core.payloads import PreparedWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
@@ -75,12 +76,14 @@ class Preparer:
         environment: The machine; None: this one, probed, as seen from the device of each module's parameters.
         a2a_backend: Pin of the dispatcher.
         runner_backend: Pin of the runner.
+        measurements: Measured times that rank the candidates; None: the user's and the shipped ones.
     """
 
     manager: BackendManager
     environment: Environment | None = None
     a2a_backend: str | None = None
     runner_backend: str | None = None
+    measurements: MeasurementTable | None = None
     _probed: dict[str, Environment] = attrs.field(factory=dict, init=False)
     _planned: dict[tuple[str, LayerRequest], tuple[MoEPlan, Decision]] = attrs.field(factory=dict, init=False)
     _checked: set[tuple[type, ExpertsLayout]] = attrs.field(factory=set, init=False)
@@ -115,7 +118,8 @@ class Preparer:
         )
         key = (layout.device_type, request)
         if key not in self._planned:
-            self._planned[key] = make_plan(self.manager, request, self._environment(layout.device_type))
+            environment = self._environment(layout.device_type)
+            self._planned[key] = make_plan(self.manager, request, environment, self.measurements)
         return self._planned[key]
 
     def _environment(self, device_type: str) -> Environment:

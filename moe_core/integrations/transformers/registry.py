@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from moe_core.decision import Reason
 from moe_core.errors import PluginConflictError, PluginError
+from moe_core.findings import Reason
 from moe_core.integrations.transformers.bridge import experts_forward
 from moe_core.integrations.transformers.traits import NAME
 

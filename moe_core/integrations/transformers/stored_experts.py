@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from moe_core.errors import UnsupportedModelError
+from moe_core.errors import UnsupportedModelError, some_of
 from moe_core.expert_names import layer_index
 from moe_core.integrations.transformers.layer_stack import LayerStack
 from moe_core.integrations.transformers.layout import ExpertsLayout, read_layout
@@ -98,7 +98,7 @@ def _refuse_state(name: str, module: torch.nn.Module, layout: ExpertsLayout) -> 
     """Weights inside the module besides the projections: nothing would load them."""
     state = [f"{child}.{key}" for child, inner in module.named_children() for key in state_names(inner)]
     if state or layout.flags.has_post_expert_norm:
-        listed = ", ".join(state) or "post_expert_norm"
+        listed = some_of(state) or "post_expert_norm"
         raise UnsupportedModelError(
             f"experts module {name} has weights besides its projections ({listed}); quantized checkpoints of such "
             "models are not read"

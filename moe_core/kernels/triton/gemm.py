@@ -18,8 +18,9 @@ from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import GroupedWeight, strides_of, takes_descriptor
 from moe_core.payloads import Tensor
 
-#: Tiles of rows that take turns on the same weights, so that the second finds them in the cache. Four and 16
-#: were 1 to 2 % slower on an H100 over all sizes, 32 was 3 %, none 8 %.
+#: Most tiles of one expert's rows that take turns on the same weights, so that the second finds them in the cache.
+#: Of turns that did not end with an expert four and 16 were 1 to 2 % slower on an H100 over all sizes, 32 was 3 %,
+#: none 8 %.
 _ROW_TILES_PER_TURN = 8
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,7 +42,6 @@ class GroupedGemm:
         row_group: int = 0,
         multiprocessors: int = 1,
         pdl: bool = False,
-        tiles_known: bool = False,
         rounded_from: torch.dtype | None = None,
         rounded_group: int = 0,
     ) -> None:
@@ -53,13 +53,11 @@ class GroupedGemm:
             row_group: Inputs that share a scale of quantized rows, 0 for all.
             multiprocessors: Of the device, for tiles whose programs stay.
             pdl: Start before the launch in front of this one has ended (see the package).
-            tiles_known: The launch in front of this one has read the table of tiles, too, which may be read before it
-                has ended.
             rounded_from: Of results that are rounded to codes, the dtype that they have before.
             rounded_group: Of such results, the columns that share a scale: tiles have whole groups (`rounds`).
         """
         self._weight, self._activation, self._row_group = weight, activation, row_group
-        self._multiprocessors, self._pdl, self._tiles_known = multiprocessors, pdl, tiles_known
+        self._multiprocessors, self._pdl = multiprocessors, pdl
         self._between, self._group = rounded_from, rounded_group
         gated = activation is not None and activation.gated
         self._halves = 2 if gated else 1
@@ -120,7 +118,6 @@ class GroupedGemm:
                 out_scale,
                 TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [tile.m, tile.k]) if by_descriptor else rows,
                 weight.descriptor(tile.n, tile.k, self._halves, self._interleaved) if tile.tma else weight.data,
-                weight.data,
                 weight.bias,
                 row_scale,
                 *self._scales,
@@ -138,13 +135,6 @@ class GroupedGemm:
             lambda: self._constants(tile, by_descriptor, _scaling(rows, weight, row_scale), out.dtype),
         )
         return out
-
-    def _bytes_ahead(self, tile: Tile) -> int:
-        """Of each weight row, what is fetched before the wait, in whole units of bulk copies."""
-        weight = self._weight
-        if not (self._pdl and self._tiles_known and weight.takes_descriptors()):
-            return 0
-        return min(tile.ahead, weight.num_inputs) * weight.data.element_size() // 16 * 16
 
     def _constants(
         self, tile: Tile, by_descriptor: bool, scaling: str, out_dtype: torch.dtype
@@ -171,7 +161,6 @@ class GroupedGemm:
             "OUT_GROUP": self._group,
             "CODE_MAX": CODE_MAX.get(out_dtype),
             "CODE_MIN": CODE_MIN.get(out_dtype),
-            "BYTES_AHEAD": self._bytes_ahead(tile),
             "PDL": self._pdl,
             **activation_constants(self._activation),
         }

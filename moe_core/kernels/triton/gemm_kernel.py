@@ -8,6 +8,7 @@ import triton.language as tl
 from moe_core.kernels.triton.activation import activate
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
 from moe_core.kernels.triton.quantize import codes_of, dynamic_scale
+from moe_core.kernels.triton.rows import TILE_FIELDS
 from moe_core.kernels.triton.weights import load_tile, load_weight_only
 
 
@@ -17,18 +18,26 @@ def _used(tiles, num_row_tiles):
     used = 0
     for start in range(0, num_row_tiles, 1024):
         entries = start + tl.arange(0, 1024)
-        experts = tl.load(tiles + 3 * entries, mask=entries < num_row_tiles, other=-1)
+        experts = tl.load(tiles + TILE_FIELDS * entries, mask=entries < num_row_tiles, other=-1)
         used += tl.sum((experts >= 0).to(tl.int32))
     return used
 
 
 @triton.jit
-def _position(program, num_row_tiles, columns, TURN: tl.constexpr):
-    """Tile of rows and tile of columns of one program: a few tiles of rows share each tile of weights."""
-    turn = program // (TURN * columns)
-    rows_in_turn = tl.minimum(num_row_tiles - turn * TURN, TURN)
-    inside = program % (TURN * columns)
-    return turn * TURN + inside % rows_in_turn, inside // rows_in_turn
+def _tile(tiles, position, columns, BM: tl.constexpr, TURN: tl.constexpr):
+    """Expert, first row, row after the expert's last, and tile of columns of one place in the order of all tiles.
+
+    Experts follow each other; a few tiles of one expert's rows take turns on each tile of its weights.
+    """
+    # An entry of the same turn, which tells where its expert's other tiles are.
+    entry = tiles + TILE_FIELDS * (position // columns)
+    expert = tl.load(entry)
+    first = tl.load(entry + 1)
+    end = tl.load(entry + 2)
+    before = tl.load(entry + 3) % TURN
+    in_turn = tl.minimum(before + tl.cdiv(end - first, BM), TURN)
+    inside = before * columns + position % columns
+    return expert, first + (inside % in_turn - before) * BM, end, inside // in_turn
 
 
 @triton.jit
@@ -40,19 +49,6 @@ def _weight_rows(column_tile, width, BN: tl.constexpr, HALVES: tl.constexpr, INT
     if not INTERLEAVED:
         rows = (rows % 2) * width + rows // 2
     return columns, rows
-
-
-@triton.jit
-def _fetch_ahead(rows, BYTES: tl.constexpr):
-    """Ask for the first bytes of weight rows to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;",
-        "=r,l",
-        [rows.to(tl.uint64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -122,7 +118,6 @@ def grouped_gemm(
     out_scale,
     x,
     w,
-    weights,
     bias,
     x_scale,
     w_scale,
@@ -169,7 +164,6 @@ def grouped_gemm(
     OUT_GROUP: tl.constexpr,
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
-    BYTES_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -183,31 +177,20 @@ def grouped_gemm(
     program = tl.program_id(0)
     columns = tl.cdiv(width, BN)
     if PDL:
-        if BYTES_AHEAD:
-            # Weights depend on no launch; while the one in front of this ends, the memory would have nothing to do.
-            row_tile, column_tile = _position(program, num_row_tiles, columns, TURN)
-            upcoming = tl.load(tiles + 3 * row_tile)
-            if upcoming >= 0:
-                _, w_rows = _weight_rows(column_tile, width, BN, HALVES, INTERLEAVED)
-                _fetch_ahead(weights + upcoming.to(tl.int64) * stride_we + w_rows * stride_wn, BYTES_AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if PERSISTENT:
-        num_row_tiles = _used(tiles, num_row_tiles)
-        end = num_row_tiles * columns
+        end = _used(tiles, num_row_tiles) * columns
         step = tl.num_programs(0)
     else:
-        row_tile, column_tile = _position(program, num_row_tiles, columns, TURN)
-        if tl.load(tiles + 3 * row_tile) < 0:
+        if tl.load(tiles + TILE_FIELDS * (program // columns)) < 0:
             return
         end = program + 1
         step = 1
     for position in tl.range(program, end, step, flatten=PERSISTENT):
-        row_tile, column_tile = _position(position, num_row_tiles, columns, TURN)
-        expert = tl.load(tiles + 3 * row_tile)
-        first = tl.load(tiles + 3 * row_tile + 1)
+        expert, first, end_row, column_tile = _tile(tiles, position, columns, BM, TURN)
         rows = first + tl.arange(0, BM)
-        there = rows < tl.load(tiles + 3 * row_tile + 2)
+        there = rows < end_row
         # Rows past the group repeat its first one and are not stored.
         rows = tl.where(there, rows, first)
         sources = rows

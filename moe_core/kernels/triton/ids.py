@@ -17,14 +17,16 @@ _BLOCK = 256
 
 def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -> Tensor:
     """As `ops.checked_ids`; an id out of range stops the device."""
-    out = torch.empty(topk_ids.shape, dtype=torch.int64, device=topk_ids.device)
-    count, top_k, strides = out.numel(), topk_ids.shape[1], topk_ids.stride()
+    is_as_wanted = table is None and topk_ids.dtype == torch.int64 and topk_ids.is_contiguous()
+    # To look at them is enough then.
+    out = None if is_as_wanted else torch.empty(topk_ids.shape, dtype=torch.int64, device=topk_ids.device)
+    count, top_k, strides = topk_ids.numel(), topk_ids.shape[1], topk_ids.stride()
     if count:
-        # The output is new, and therefore aligned.
-        key = top_k, looked_at(topk_ids, table, num_slots, *strides)
+        # What is new is aligned.
+        key = top_k, out is None, looked_at(topk_ids, table, num_slots, *strides)
         arguments = topk_ids, table, out, count, num_slots, *strides
         _launches(key, (divided_up(count, _BLOCK), 1, 1), arguments, partial(_constants, top_k))
-    return out
+    return topk_ids if out is None else out
 
 
 def _constants(top_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,7 +44,8 @@ def _checked_ids(
     tl.device_assert((found >= -1) & (found < num_slots), "topk_ids: an expert id is out of range")
     if table is not None:
         found = tl.where(found < 0, -1, tl.load(table + found, mask=(found >= 0) & (found < num_slots), other=-1))
-    tl.store(out + place, found, mask=place < count)
+    if out is not None:
+        tl.store(out + place, found, mask=place < count)
 
 
 _launches = Launches(_checked_ids)

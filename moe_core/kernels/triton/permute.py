@@ -13,9 +13,11 @@ import triton.language as tl
 from moe_core.kernels.scale_layouts import block_strides, empty_scales
 from moe_core.kernels.triton.interpreter import narrow
 from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
+from moe_core.kernels.triton.rounded_rows import rounded_rows
 from moe_core.kernels.triton.rows import flat_rows, scale_offset
 from moe_core.kernels.triton.sort import SortedSlots, masked_row_map, permute
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
+from moe_core.specs import TokenDtype
 
 #: Integers that scales are copied as.
 _BITS = {1: torch.uint8, 4: torch.int32}
@@ -45,11 +47,15 @@ def permute_contiguous(
     scales: Tensor | None = None,
     column_major: bool = False,
     num_rows: int | None = None,
+    token_dtype: TokenDtype | None = None,
 ) -> tuple[ContiguousTokens, Tensor]:
     """As `ops.permute_contiguous`; rows without a slot are not written."""
     permutation = permute(topk_ids, num_experts, alignment)
     size = (permutation.num_rows if num_rows is None else num_rows,)
-    rows, row_scales = _copy_tokens(hidden_states, permutation.row_map, size, row_weights, scales, column_major)
+    if token_dtype is None:
+        rows, row_scales = _copy_tokens(hidden_states, permutation.row_map, size, row_weights, scales, column_major)
+    else:
+        rows, row_scales = rounded_rows(hidden_states, permutation.row_map, size, token_dtype)
     tokens = ContiguousTokens(
         hidden_states=rows,
         num_tokens_per_expert=permutation.num_tokens_per_expert,
@@ -68,11 +74,15 @@ def permute_masked(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    token_dtype: TokenDtype | None = None,
 ) -> tuple[MaskedTokens, Tensor]:
     """As `ops.permute_masked`; rows without a slot are not written."""
     row_map, masked_m = masked_row_map(topk_ids, num_experts, rows_per_expert)
     size = num_experts, rows_per_expert
-    rows, row_scales = _copy_tokens(hidden_states, row_map, size, row_weights, scales, column_major)
+    if token_dtype is None:
+        rows, row_scales = _copy_tokens(hidden_states, row_map, size, row_weights, scales, column_major)
+    else:
+        rows, row_scales = rounded_rows(hidden_states, row_map, size, token_dtype)
     expected_m = max(1, topk_ids.numel() // max(1, num_experts))
     tokens = MaskedTokens(hidden_states=rows, masked_m=masked_m, expected_m=expected_m, scales=row_scales)
     return tokens, row_map

@@ -20,10 +20,8 @@ from moe_core.kernels.triton.sort import RowTiles
 from moe_core.payloads import Tensor
 from moe_core.specs import TokenDtype
 
-#: Of one row. Several loads of 16 bytes are then under way in every thread.
-_VALUES_PER_PROGRAM, _VALUES_PER_WARP, _MOST_WARPS = 4096, 1024, 8
-#: Programs may have that many halves less, where more would be past the end of the row.
-_HALVINGS = 2
+#: Of one row: a load of 16 bits a value is then two of 16 bytes in every thread.
+_VALUES_PER_PROGRAM, _VALUES_PER_WARP, _MOST_WARPS = 1024, 512, 8
 #: Rows of a tile that a program rounds one after the other.
 _ROWS_PER_PROGRAM = 2
 
@@ -91,7 +89,7 @@ def _quantize(
     if not num_rows:
         return codes
     block = 1 << (group - 1).bit_length()
-    groups, warps = _program(block, num_groups, packed)
+    groups, warps = program_of(block, num_groups, packed)
     if tiles is None:
         parts, run = 1, rows_per_program(num_rows, real)
         programs = divided_up(num_rows, run)
@@ -110,14 +108,14 @@ def _quantize(
     return codes
 
 
-def _program(block: int, num_groups: int, packed: bool) -> tuple[int, int]:
-    """Groups that one program has of a row, at least those of a word, and its warps.
+def program_of(block: int, num_groups: int, packed: bool, values: int = _VALUES_PER_PROGRAM) -> tuple[int, int]:
+    """How many groups of `block` values of a row one program has, and its warps.
 
-    What lies past the row's last group takes as long to compute as groups do, so that the fewest win.
+    As many as have `values` together, but one at least, no more than the row has, and those of a word if scales are
+    packed.
     """
-    most = min(max(1, _VALUES_PER_PROGRAM // block), 1 << (num_groups - 1).bit_length())
-    sizes = [max(most >> shift, PACKED_SCALES if packed else 1) for shift in range(_HALVINGS + 1)]
-    groups = min(sizes, key=lambda size: divided_up(num_groups, size) * size)
+    of_row = 1 << (num_groups - 1).bit_length()
+    groups = max(min(values // block, of_row), PACKED_SCALES if packed else 1)
     return groups, min(_MOST_WARPS, max(1, groups * block // _VALUES_PER_WARP))
 
 
@@ -157,7 +155,7 @@ def dynamic_scale(values, CODE_MAX: tl.constexpr):
 
 
 @triton.jit
-def _power_of_two_above(values):
+def power_of_two_above(values):
     """As `number_formats.power_of_two_above`."""
     bits = tl.minimum(values.to(tl.int32, bitcast=True), 0x7F800000)
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -194,7 +192,8 @@ def codes_of(values, scale, CODE_MIN: tl.constexpr, CODE_MAX: tl.constexpr, DTYP
 
 
 @triton.jit
-def _store_scales(place, scale, groups, num_groups, stride_word, PACKED: tl.constexpr):
+def store_scales(place, scale, groups, num_groups, stride_word, PACKED: tl.constexpr):
+    """Scales of a row's `groups` from `place` on: words, or the exponents' bytes in words."""
     if PACKED:
         exponent = tl.where(groups < num_groups, scale.to(tl.int32, bitcast=True) >> 23, 0)
         byte = place.to(tl.pointer_type(tl.uint8), bitcast=True) + 4 * (groups // 4).to(tl.int64) * stride_word
@@ -259,7 +258,7 @@ def _quantize_rows(
             if static_scale is None:
                 scale = dynamic_scale(value, CODE_MAX)
                 if PACKED:
-                    scale = _power_of_two_above(scale)
+                    scale = power_of_two_above(scale)
             else:
                 scale = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(static_scale + expert)
             code = codes_of(value, scale, CODE_MIN, CODE_MAX, codes.dtype.element_ty)
@@ -268,7 +267,7 @@ def _quantize_rows(
                 tl.extra.cuda.gdc_launch_dependents()
             tl.store(codes + row * width + columns, code, mask=there)
             place = scales + scale_offset(row, block_rows, stride_block, stride_row)
-            _store_scales(place, scale, groups, num_groups, stride_word, PACKED)
+            store_scales(place, scale, groups, num_groups, stride_word, PACKED)
 
 
 _launches = Launches(_quantize_rows)

@@ -10,6 +10,8 @@ from moe_core.payloads import Tensor
 #: Programs that keep a GPU busy; more rows than that are given to them in runs, of which 4 rows were best on an H200.
 _PROGRAMS = 2048
 _MOST_ROWS = 4
+#: Numbers per entry of a table of tiles (`sort.RowTiles`).
+TILE_FIELDS: tl.constexpr = tl.constexpr(4)
 
 
 def rows_per_program(num_rows: int, real: Tensor | None) -> int:
@@ -37,7 +39,7 @@ def row_range(index, run, num_rows):
 @triton.jit
 def tile_range(tiles, index, run, PARTS: tl.constexpr):
     """The same of `run` rows of a tile, `PARTS` programs to each tile; and the tile's expert, -1 for none."""
-    entry = tiles + 3 * (index // PARTS)
+    entry = tiles + TILE_FIELDS * (index // PARTS)
     expert = tl.load(entry)
     first = tl.load(entry + 1).to(tl.int64) + index % PARTS * run
     end = tl.minimum(first + run, tl.load(entry + 2).to(tl.int64))

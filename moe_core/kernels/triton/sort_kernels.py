@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_core.kernels.triton.rows import TILE_FIELDS
+
 # Sizes that change with the tokens: a kernel for each of their divisors would be compiled while a request waits.
 _SIZES = ["num_slots", "num_tiles", "num_blocks", "group_rows"]
 
@@ -29,15 +31,16 @@ def _write_tiles(table, counts, starts, num_tiles, BM: tl.constexpr, EXPERTS: tl
     per_expert = (counts + BM - 1) // BM
     first = tl.cumsum(per_expert, 0) - per_expert
     for index in range(0, tl.max(per_expert)):
-        entry = table + 3 * (first + index)
+        entry = table + TILE_FIELDS * (first + index)
         used = index < per_expert
         tl.store(entry, experts, mask=used)
         tl.store(entry + 1, starts + index * BM, mask=used)
         tl.store(entry + 2, starts + counts, mask=used)
+        tl.store(entry + 3, index, mask=used)
     total = tl.sum(per_expert)
     for start in range(0, num_tiles, EXPERTS):
         unused = start + experts
-        tl.store(table + 3 * unused, -1, mask=(unused >= total) & (unused < num_tiles))
+        tl.store(table + TILE_FIELDS * unused, -1, mask=(unused >= total) & (unused < num_tiles))
 
 
 @triton.jit
@@ -99,6 +102,23 @@ def _count_all(ids_ptr, num_slots, num_experts, EXPERTS: tl.constexpr, STEP: tl.
 
 
 @triton.jit
+def _slots_before(ids_ptr, mine, expert, first, count, num_slots, num_experts, STEP: tl.constexpr, DENSE: tl.constexpr):
+    """How many of `count` slots from `first` on come before each of `mine`: earlier ones of its expert.
+
+    If DENSE, all slots of experts before it too.
+    """
+    before = tl.zeros_like(mine)
+    for start in range(0, count, STEP):
+        others = first + start + tl.arange(0, STEP)
+        other = _load_ids(ids_ptr, others, num_slots, num_experts, False)
+        is_before = (other[None, :] == expert[:, None]) & (others[None, :] < mine[:, None])
+        if DENSE:
+            is_before = is_before | ((other[None, :] >= 0) & (other[None, :] < expert[:, None]))
+        before += tl.sum(is_before.to(tl.int32), axis=1)
+    return before
+
+
+@triton.jit
 def _write_rows(order, row_map, slots, num_slots, expert, row, group_rows, BLOCKS: tl.constexpr):
     has_row = expert >= 0
     if BLOCKS:
@@ -145,14 +165,7 @@ def sort_pairwise(
         DENSE: tl.constexpr = ALIGNMENT == 1 and not BLOCKS
         mine = (program - 1) * BLOCK + tl.arange(0, BLOCK)
         expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
-        row = tl.zeros((BLOCK,), dtype=tl.int32)
-        for start in range(0, num_slots, STEP):
-            others = start + tl.arange(0, STEP)
-            other = _load_ids(ids_ptr, others, num_slots, num_experts, False)
-            before = (other[None, :] == expert[:, None]) & (others[None, :] < mine[:, None])
-            if DENSE:
-                before = before | ((other[None, :] >= 0) & (other[None, :] < expert[:, None]))
-            row += tl.sum(before.to(tl.int32), axis=1)
+        row = _slots_before(ids_ptr, mine, expert, 0, num_slots, num_slots, num_experts, STEP, DENSE)
         if not DENSE:
             counts = _count_all(ids_ptr, num_slots, num_experts, EXPERTS, COUNT_STEP, False)
             starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, BLOCKS)
@@ -217,11 +230,7 @@ def place_blocks(
     mine = block * BLOCK + tl.arange(0, BLOCK)
     expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
     row = tl.gather(starts + earlier, tl.where(expert < 0, 0, expert), 0)
-    for start in range(0, BLOCK, 32):
-        others = block * BLOCK + start + tl.arange(0, 32)
-        other = _load_ids(ids_ptr, others, num_slots, num_experts, False)
-        same = (other[None, :] == expert[:, None]) & (others[None, :] < mine[:, None])
-        row += tl.sum(same.to(tl.int32), axis=1)
+    row += _slots_before(ids_ptr, mine, expert, block * BLOCK, BLOCK, num_slots, num_experts, 32, False)
     _write_rows(order, row_map, mine, num_slots, expert, row, group_rows, BLOCKS)
     if block == 0:
         _write_groups(

@@ -22,9 +22,6 @@ class Tile:
             they end one; 0 for a program per tile. Of second projections with hundreds of rows per expert it takes 1
             to 6 % off (H100); others become slower.
         swap: The weights are the first operand of the matrix instruction, whose tile has at least 64 rows.
-        ahead: Inputs of each weight row of a second projection that are brought into the L2 cache while the launch in
-            front still runs. A layer of few rows per expert takes 1 % less time with some hundred bytes (H100), and
-            more time with four times as many.
     """
 
     m: int
@@ -36,7 +33,6 @@ class Tile:
     tma: bool = False
     tma_rows: bool = False
     resident: int = 0
-    ahead: int = 0
 
 
 @attrs.frozen

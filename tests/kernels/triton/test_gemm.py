@@ -17,7 +17,7 @@ from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.one_token import OneToken
 from moe_core.kernels.triton.quantize import quantize_rows
-from moe_core.kernels.triton.sort import sort_slots
+from moe_core.kernels.triton.sort import group_tiles, sort_slots
 from moe_core.kernels.triton.tiles import Tile, VectorTile
 from moe_core.kernels.triton.weights import GroupedWeight
 
@@ -60,6 +60,20 @@ def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
     assert relative_error(got, layer(hidden.cpu(), ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
     assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
+
+
+@pytest.mark.parametrize("tile", TILES[3:5], ids=["rows", "persistent"])
+def test_tiles_of_one_expert_take_turns(tile: Tile) -> None:
+    # A turn and a part of one, none, one row, and full turns alone and with one tile more; 3 tiles of columns.
+    counts = [200, 0, 1, 128, 129]
+    weight = make_params(EXPERTS, HIDDEN, INNER, torch.bfloat16)["w2"]
+    rows = torch.randn(sum(counts), INNER).bfloat16()
+    on_device = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    tiles = group_tiles(on_device, len(rows), tile.m, group_ends=on_device.cumsum(0, dtype=torch.int32))
+    out = torch.full((len(rows), HIDDEN), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    got = GroupedGemm(GroupedWeight(data=weight.to(DEVICE)))(rows.to(DEVICE), tiles, out, tile).cpu()
+    parts = zip(rows.double().split(counts), weight.double(), strict=True)
+    assert relative_error(got, torch.cat([part @ expert.T for part, expert in parts])) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("swap", [False, True])

@@ -24,3 +24,8 @@ def test_ids_are_those_of_torch(size: tuple[int, int], dtype: torch.dtype, with_
     assert got.dtype == torch.int64
     assert got.is_contiguous()
     assert torch.equal(got.cpu(), checked_ids(ids, 9, table))
+
+
+def test_ids_that_are_as_wanted_are_not_copied() -> None:
+    ids = torch.tensor([[0, 8], [-1, 3]], device=DEVICE)
+    assert triton_ids.checked_ids(ids, 9) is ids

@@ -1,0 +1,83 @@
+"""How far long steps are, on stderr: a bar on a terminal, plain lines elsewhere, and in the end how long each took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe_core.cli.output import stderr
+
+#: Seconds between two lines where there is no bar: at least so many, and a share of those that have passed.
+_PACE, _PACE_SHARE = 10.0, 0.1
+
+
+@contextmanager
+def stage(title: str) -> Iterator[None]:
+    """Say that a step begins (on a terminal with a spinner), and then how long it took."""
+    console, start = stderr(), time.perf_counter()
+    _begin(console, title)
+    with console.status(f"{title} ..."):
+        yield
+    _end(console, title, start)
+
+
+@contextmanager
+def progress_bar(title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+    """Say that a step begins, how far it is and, as of `stage`, how long it took.
+
+    Args:
+        title: What is being done.
+        unit: What the step counts: `bytes`, or something that is shown as it is (`windows`).
+
+    Yields:
+        What the step calls with (units done, units in all).
+    """
+    console, start = stderr(), time.perf_counter()
+    _begin(console, title)
+    if console.is_terminal:
+        amount = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+        columns = (TextColumn(title), BarColumn(), *amount, TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        yield _Lines(console, title, unit).tell
+    _end(console, title, start)
+
+
+def duration(seconds: float) -> str:
+    """`90 s`, `12 minutes`."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+class _Lines:
+    """Prints how far a step is, seldom enough for a log."""
+
+    def __init__(self, console: Console, title: str, unit: str) -> None:
+        self._console, self._title, self._unit = console, title, unit
+        self._start = time.monotonic()
+        self._next = self._start + _PACE
+
+    def tell(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next or not 0 < done < total:
+            return
+        passed = now - self._start
+        self._next = now + max(_PACE, _PACE_SHARE * passed)
+        amount = f"{decimal(done)} of {decimal(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
+        left = duration(passed * (total - done) / done)
+        self._console.print(f"{self._title}: {amount}, about {left} left", style="dim", soft_wrap=True)
+
+
+def _begin(console: Console, title: str) -> None:
+    if not console.is_terminal:
+        console.print(f"{title} ...", style="dim", soft_wrap=True)
+
+
+def _end(console: Console, title: str, start: float) -> None:
+    console.print(f"{title}: {time.perf_counter() - start:.1f} s", style="dim", soft_wrap=True)

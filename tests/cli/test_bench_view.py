@@ -1,0 +1,94 @@
+"""What the tables of `moe-core bench` say below their figures."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import attrs
+import pytest
+from rich.console import Console
+
+from moe_core.bench.report import Machine, Report, Row
+from moe_core.cli.bench_view import report_view
+from moe_core.tuning.ceilings import Ceilings
+from moe_core.tuning.timing import Timing
+
+MACHINE = Machine(
+    device="card",
+    arch="sm90",
+    threads=1,
+    clock="wall",
+    versions={},
+    ceilings=Ceilings(bytes_per_us=1e6, flops_per_us={"bf16": 1e8}),
+    date="2026-11-28",
+)
+
+
+def _row(num_tokens, runs, implementation="moe-core"):
+    return Row(
+        layer="layer",
+        scheme="bf16",
+        num_tokens=num_tokens,
+        implementation=implementation,
+        runs=runs,
+        floor=10.0,
+        timing=Timing((434.4,), "wall") if runs else None,
+        error=1e-3,
+    )
+
+
+def _printed(*rows, width=200):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report_view(Report(MACHINE, rows)))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ({1: "a", 64: "a"}, "moe-core: a"),
+        ({8: "a"}, "moe-core: a"),
+        ({1: "a", 2048: "a", 8192: "b"}, "moe-core: T <= 2048: a; T = 8192: b"),
+        ({1: "a", 2: "b", 4: "b", 8: "a"}, "moe-core: T = 1: a; T = 2 to 4: b; T = 8: a"),
+        ({1: "a", 2: "", 4: "a"}, "moe-core: a"),
+        ({1: "", 2: "a", 4: "b"}, "moe-core: T = 2: a; T = 4: b"),
+    ],
+)
+def test_what_ran_is_said_of_the_numbers_of_tokens_with_which_it_did(runs, said):
+    others = [_row(count, "torch 2", "torch grouped_mm") for count in runs]
+    rows = [row for count, name in runs.items() for row in (_row(count, name), others.pop(0))]
+    lines = [line.strip() for line in _printed(*rows).splitlines()]
+    place = next(index for index, line in enumerate(lines) if line.startswith("ran "))
+    assert lines[place].split(maxsplit=1) == ["ran", said]
+    assert lines[place + 1] == "torch grouped_mm: torch 2"
+
+
+def _legend(printed):
+    return printed[printed.index("measured on") :]
+
+
+def test_every_column_is_explained():
+    rows = [
+        attrs.evolve(_row(1, "a"), issue_microseconds=2.0, held_bytes=10**6, activation_bytes=10**6),
+        _row(1, "torch 2", "torch grouped_mm"),
+    ]
+    text = _printed(*rows)
+    for header in ("T", "SPREAD", "/FLOOR", "/OURS", "ERROR", "BY", "HOST us", "HELD MB", "/ROWS"):
+        assert header in text.splitlines()[2], header
+        assert re.search(rf"^{header}  +\w", _legend(text), flags=re.MULTILINE), header
+
+
+def test_columns_that_are_not_there_are_not_explained():
+    text = _printed(_row(1, "a"))
+    assert not {"HOST", "HELD", "ROWS"} & set(text.split())
+
+
+@pytest.mark.parametrize("width", range(50, 120, 9))
+def test_names_and_numbers_stay_whole_however_narrow_the_terminal_is(width):
+    name = "moe-core torch:none.contiguous + vendor:kernels.fp8_contiguous_unverified"
+    row = attrs.evolve(_row(8192, "a", name), issue_microseconds=434.4, held_bytes=10**9, activation_bytes=10**6)
+    text = _printed(attrs.evolve(row, implementation="moe-core"), row, width=width)
+    words = text.split()
+    assert max(map(len, text.splitlines())) <= width
+    assert {*name.split(), "8192", "434", "434.4", "43.44", "1000.00"} <= set(words)

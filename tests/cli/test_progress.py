@@ -1,0 +1,70 @@
+"""Long steps say what they do and how far they are where no bar can, and not too often."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_core.cli import progress
+from moe_core.cli.progress import duration, progress_bar, stage
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that the lines are paced by, set by the test."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_at_the_beginning_some_on_the_way_and_one_at_the_end(clock, capsys):
+    with progress_bar("calibrating", "windows") as tell:
+        for done in range(1, 31):
+            clock[0] += 4.0
+            tell(done, 30)
+    first, *middle, last = capsys.readouterr().err.splitlines()
+    assert first == "calibrating ..."
+    assert middle[0] == "calibrating: 3 of 30 windows, about 108 s left"
+    assert last.startswith("calibrating: ")
+    assert last.endswith(" s")
+    # 12 s, 24 s, ...: of 120 s nothing is said of the end, where the step is done.
+    assert len(middle) == 9
+
+
+def test_hours_are_no_hundreds_of_lines(clock, capsys):
+    with progress_bar("calibrating", "windows") as tell:
+        for done in range(1, 10_001):
+            clock[0] += 2.0
+            tell(done, 10_000)
+    assert 20 < len(capsys.readouterr().err.splitlines()) < 100
+
+
+def test_bytes_have_units(clock, capsys):
+    with progress_bar("loading") as tell:
+        clock[0] += 60.0
+        tell(1_000_000_000, 16_060_000_000)
+    assert "loading: 1.0 GB of 16.1 GB, about 15 minutes left" in capsys.readouterr().err
+
+
+def test_what_is_quick_says_only_that_it_begins_and_ends(capsys):
+    with progress_bar("loading") as tell:
+        tell(1, 2)
+        tell(2, 2)
+    with stage("warm-up"):
+        pass
+    begin, end, *others = capsys.readouterr().err.splitlines()
+    assert begin == "loading ..."
+    assert end.startswith("loading: ")
+    assert [line.partition(" ")[0] for line in others] == ["warm-up", "warm-up:"]
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(clock, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with progress_bar("loading", "windows") as tell:
+        clock[0] += 60.0
+        tell(1, 2)
+    assert "left" not in capsys.readouterr().err
+
+
+def test_durations_are_seconds_and_then_minutes():
+    assert [duration(seconds) for seconds in (0.4, 119, 600)] == ["0 s", "119 s", "10 minutes"]
