@@ -53,9 +53,8 @@ class UnknownNameError(MoeCoreError, ValueError):
         self.spellings = tuple(sorted(set(spellings)))
         words = (*self.known, *self.spellings)
         # Who stops in mid-name means one that begins so, however long it is.
-        close = [word for word in words if name and word.startswith(name)] or difflib.get_close_matches(
-            name, words, n=1
-        )
+        begun = [word for word in words if name and word.startswith(name)]
+        close = begun or difflib.get_close_matches(name, words, n=1)
         did_you_mean = f"; did you mean {close[0]!r}?" if close else "."
         listed = ", ".join(self.known) or "none"
         super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")

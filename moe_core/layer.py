@@ -208,8 +208,8 @@ def _device_of(weights: object, device_type: str) -> torch.device:
     tensors: Iterable[object] = weights.tensors.values() if isinstance(weights, RawWeights) else ()
     devices = [tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)]
     of_type = [device for device in devices if device.type == device_type]
-    for device in (*of_type, *devices):
-        return device
+    if devices:
+        return (*of_type, *devices)[0]
     try:
         return torch.device(device_type)
     except RuntimeError:

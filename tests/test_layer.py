@@ -16,6 +16,7 @@ from moe_core import Environment, ExpertGroup, LayerRequest, MoELayer, RawWeight
 from moe_core.activation import ActivationSpec
 from moe_core.backends.torch import local
 from moe_core.errors import InputError, PluginError, ResolutionError, WeightsError
+from moe_core.layer import _device_of
 from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.plan import MoEPlan, Route
 from moe_core.quant import NVFP4, W8A8_INT8
@@ -40,6 +41,19 @@ def test_loading_again_gives_what_a_fresh_load_gives_in_the_same_storage(layer: 
         assert rel(layer(*tokens).double(), exact(SMALL, tensors, tokens)) < 2e-6
         assert all(torch.equal(tensors[name], kept[name]) for name in tensors)
     assert places == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+
+
+def test_weights_of_an_emulated_machine_lie_where_they_are() -> None:
+    npu = Environment(device_type="npu", arch="a3", packages={"torch": torch.__version__})
+    layer = MoELayer(SMALL, environment=npu, manager=torch_manager())
+    with pytest.raises(WeightsError, match="expected RawWeights"):
+        layer.load_weights({})  # type: ignore[arg-type]
+    layer.load_weights(RawWeights(tensors=random_tensors(SMALL)))
+    assert {parameter.device.type for parameter in layer.parameters()} == {"cpu"}
+    # A rank tells the others of what it refuses where its weights lie, whatever machine is described.
+    weights = RawWeights(tensors=random_tensors(SMALL))
+    assert [_device_of(weights, kind).type for kind in ("npu", "cuda", "cpu")] == ["cpu"] * 3
+    assert _device_of({}, "cuda").type == "cuda"
 
 
 def test_a_reload_brings_its_callables() -> None:
