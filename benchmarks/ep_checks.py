@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from ep_ranks import DECODE, DEVICE, ON_GPU, TOLERANCE, Bench, Wrong, small
+from ep_ranks import DECODE, DEVICE, ON_GPU, TOLERANCE, Bench, Wrong
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS
 
 from moe_core.errors import InputError
@@ -16,26 +16,40 @@ from moe_core.quant import BF16, FP8_BLOCK128
 STEPS = 1000 if ON_GPU else 24
 
 
+def cases(rank: int, size: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> tokens of this rank, and ranks whose experts none of them names."""
+    return {
+        "uneven": (7 + rank - 4 * (rank % 2), ()),
+        "a rank without tokens": (4 + rank if rank else 0, ()),
+        "no tokens": (0, ()),
+        "most of one rank": (1 if rank else 128, ()),
+        "a rank without rows": (5 + rank, (size - 1,)),
+        "nobody's own": (6, (rank,)),
+    }
+
+
 def check_values(bench: Bench) -> None:
-    """Both modes, both wire dtypes, uneven and missing tokens, with and without an overlap."""
+    """Both modes, both wire dtypes, uneven and missing tokens, ranks that get none, with and without an overlap."""
     for quant, wire in ((BF16, None), (FP8_BLOCK128, None), (FP8_BLOCK128, "bf16")):
-        request = small(quant=quant, dispatch_dtype=wire)
+        request = bench.small(quant=quant, dispatch_dtype=wire)
         layer = bench.layer(request)
         for phase in ("decode", "prefill"):
-            for counts in ((7, 3), (0, 5), (0, 0), (128, 1)):
-                tokens = bench.tokens(request, counts[bench.rank], seed=counts[0])
+            for seed, (name, (count, spared)) in enumerate(cases(bench.rank, bench.group.size).items()):
+                tokens = bench.tokens(request, count, seed, spared)
                 output = layer(*tokens, phase=phase)
                 overlapped = layer(*tokens, phase=phase, overlap=lambda: torch.ones(1, device=DEVICE).add_(1))
-                bench.require(torch.equal(output, overlapped), f"overlap changes {quant} {phase} {counts}")
+                bench.require(torch.equal(output, overlapped), f"overlap changes {quant} {phase}, {name}")
                 error = bench.error(request, output, tokens)
-                bench.require(error < TOLERANCE["fp8" if quant.is_quantized else "bf16"], f"{quant} {phase}: {error}")
+                bench.require(
+                    error < TOLERANCE["fp8" if quant.is_quantized else "bf16"], f"{quant} {phase}, {name}: {error}"
+                )
             token_dtype = next(route.token_dtype for route in layer.plan.routes if route.phase == phase)
             bench.say(f"ok: {quant}, tokens in {token_dtype}, {phase}: last error {error:.1e}")
 
 
 def check_refusals(bench: Bench) -> None:
     """Too many tokens raise before anything is sent, and the next forward is right."""
-    request = small()
+    request = bench.small()
     layer = bench.layer(request)
     for _ in range(2):
         try:
@@ -52,7 +66,10 @@ def check_refusals(bench: Bench) -> None:
 
 def check_mixture(bench: Bench) -> None:
     """A quantized target and an unquantized draft of another geometry alternate; memory stays."""
-    layers = [(request, bench.layer(request)) for request in (small(quant=FP8_BLOCK128), small(num_experts=4))]
+    layers = [
+        (request, bench.layer(request))
+        for request in (bench.small(quant=FP8_BLOCK128), bench.small(num_experts=2 * bench.group.size))
+    ]
     worst, used = {"bf16": 0.0, "fp8": 0.0}, {}
     for step in range(1, STEPS + 1):
         phase = "prefill" if step % 2 == 0 else "decode"
@@ -76,7 +93,7 @@ def check_mixture(bench: Bench) -> None:
 def check_capture(bench: Bench) -> None:
     """A captured decode is replayed with other routings, between eager forwards."""
     for quant in (BF16, FP8_BLOCK128):
-        request = small(quant=quant)
+        request = bench.small(quant=quant)
         layer = bench.layer(request)
         static = bench.tokens(request, 16, seed=0)
         stream = torch.cuda.Stream()
@@ -104,9 +121,9 @@ def check_capture(bench: Bench) -> None:
 
 def check_buffers(bench: Bench) -> None:
     """Buffers go with their last layer; another low-latency one lives on, and a new one can be made."""
-    kept, ranks = small(), bench.group.process_group
+    kept, ranks, size = bench.small(), bench.group.process_group, bench.group.size
     layer = bench.layer(kept)
-    other = bench.layer(small(num_experts=8, top_k=4, workloads=DECODE))
+    other = bench.layer(bench.small(num_experts=4 * size, workloads=DECODE))
     if ranks is None:
         raise Wrong("no process group")
     before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
@@ -116,7 +133,7 @@ def check_buffers(bench: Bench) -> None:
     tokens = bench.tokens(kept, 5, seed=2)
     bench.require(freed >= 1, f"freed {freed} buffers")
     bench.require(bench.error(kept, layer(*tokens, phase="decode"), tokens) < 1e-2, "a layer beside a freed buffer")
-    request = small(num_experts=6, workloads=DECODE)
+    request = bench.small(num_experts=5 * size, workloads=DECODE)
     again = bench.layer(request)
     tokens = bench.tokens(request, 5, seed=3)
     bench.require(

@@ -8,9 +8,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import moe_plugin_deepgemm.plugin as deepgemm
 import torch
@@ -25,21 +25,25 @@ from moe_core.tuning.timing import CaptureError, prepare
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-#: A check that takes longer hangs.
-SECONDS = 120
+#: Hidden states, ids and weights.
+Tokens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: A check that takes longer hangs, and a collective.
+SECONDS, COLLECTIVE_SECONDS = 120, 60
 #: Calls in a sample, and samples; of the many settings of a sweep.
 CALLS, SAMPLES = (20, 9) if ON_GPU else (1, 1)
 SWEEP_CALLS, SWEEP_SAMPLES = (8, 5) if ON_GPU else (1, 1)
 DECODE, PREFILL = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU), Workload(phase="prefill")
-#: Sizes of the layer that is timed: those of a large model's layer on two ranks.
-TIMED = {"num_experts": 64, "top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
+#: Experts of each rank of the layer that is timed, and its other sizes: on eight ranks those of a large model's layer.
+TIMED_SHARE, TIMED = 32, {"top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
 #: Tokens per rank in decode, and in prefill.
 FEW_TOKENS, MANY_TOKENS = (1, 16, 64, 128), (1024, 4096)
 if not ON_GPU:
-    TIMED = {"num_experts": 4, "top_k": 2, "hidden_size": 2048, "intermediate_size": 128}
+    TIMED_SHARE, TIMED = 2, {"top_k": 2, "hidden_size": 2048, "intermediate_size": 128}
     FEW_TOKENS, MANY_TOKENS = (1, 16), (24,)
 #: Of the whole output, against float64: see the tests of the plugin.
 TOLERANCE = {"bf16": 1e-2, "fp8": 5e-2}
+#: What layers are pinned to.
+PINS = {"a2a_backend": "deepep", "runner_backend": "deep_gemm", "workloads": (DECODE, PREFILL)}
 
 
 def manager() -> BackendManager:
@@ -55,19 +59,16 @@ def environment() -> Environment:
     return manager().probe() if ON_GPU else PRESETS["h100"]
 
 
-def small(**fields: Any) -> LayerRequest:
-    """A layer for checks: experts do not divide by the ranks."""
-    sizes = {"num_experts": 5, "top_k": 2, "hidden_size": 2048, "intermediate_size": 256, "ep_size": 2}
-    pins = {"a2a_backend": "deepep", "runner_backend": "deep_gemm"}
-    return LayerRequest(**(sizes | pins | {"workloads": (DECODE, PREFILL)} | fields))
-
-
 class Wrong(Exception):
     """A check failed on some rank, and all ranks know it."""
 
 
 class Bench:
-    """This rank."""
+    """This rank.
+
+    Attributes:
+        timed: The layer that is timed.
+    """
 
     def __init__(self) -> None:
         """Join the others."""
@@ -75,10 +76,13 @@ class Bench:
         if ON_GPU:
             torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank) if ON_GPU else None
-        dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60), device_id=device)
+        dist.init_process_group(
+            "nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=device
+        )
         self.rank, size = dist.get_rank(), dist.get_world_size()
         self.group = ExpertGroup(rank=self.rank, size=size, process_group=dist.group.WORLD)
         self.manager, self.environment = manager(), environment()
+        self.timed = LayerRequest(**TIMED, **PINS, num_experts=TIMED_SHARE * size, ep_size=size)
         self.stored: dict[LayerRequest, Any] = {}
         self.failed: list[str] = []
         self.started = time.perf_counter()
@@ -88,6 +92,12 @@ class Bench:
         if self.rank == 0:
             print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", flush=True)
 
+    def small(self, **fields: Any) -> LayerRequest:
+        """A layer for checks: experts do not divide by the ranks, and some of a token's may be of one rank."""
+        size = self.group.size
+        sizes = {"num_experts": 2 * size + 1, "top_k": size, "hidden_size": 2048, "intermediate_size": 256}
+        return LayerRequest(**(sizes | PINS | {"ep_size": size} | fields))
+
     def layer(self, request: LayerRequest) -> MoELayer:
         """A layer with random weights."""
         made = MoELayer(request, environment=self.environment, manager=self.manager, group=self.group)
@@ -95,18 +105,35 @@ class Bench:
         made.load_weights(self.stored[request].raw(made.local_experts, DEVICE))
         return made
 
-    def tokens(self, request: LayerRequest, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Other tokens on every rank; a slot without expert, and a token without any."""
+    def tokens(self, request: LayerRequest, count: int, seed: int, spared: Collection[int] = ()) -> Tokens:
+        """Other tokens on every rank; a slot without expert, and a token without any.
+
+        Args:
+            request: The layer.
+            count: Tokens.
+            seed: Of their values.
+            spared: Ranks whose experts none of them names.
+        """
         generator = torch.Generator().manual_seed(100 * seed + self.rank)
         hidden = torch.randn(count, request.hidden_size, generator=generator).bfloat16()
-        ids = torch.rand(count, request.num_experts, generator=generator).topk(request.top_k, dim=1).indices
+        scores = torch.rand(count, request.num_experts, generator=generator)
+        scores[:, [expert for rank in spared for expert in request.local_experts(rank)]] = -1
+        ids = scores.topk(request.top_k, dim=1).indices
         if count > 2:
             ids[0, 0], ids[1] = -1, -1
         weights = torch.rand(count, request.top_k, generator=generator) / 2 + 0.1
         return hidden.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
+    def routed(self, count: int) -> Tokens:
+        """Tokens of the timed layer, made on the device."""
+        generator = torch.Generator(DEVICE).manual_seed(self.rank)
+        hidden = torch.randn(count, self.timed.hidden_size, device=DEVICE, generator=generator).bfloat16()
+        scores = torch.rand(count, self.timed.num_experts, device=DEVICE, generator=generator)
+        weights, ids = scores.topk(self.timed.top_k, dim=1)
+        return hidden, ids, weights
+
     def error(self, request: LayerRequest, output: torch.Tensor, tokens: Any) -> float:
-        """Relative error, the larger one of the ranks; 0 for no tokens."""
+        """Relative error, the largest of the ranks; 0 for no tokens."""
         answer = self.stored[request].reference(*(tensor.cpu() for tensor in tokens))
         found = float((output.cpu().double() - answer).norm() / answer.norm()) if len(answer) else 0.0
         return max(self.every_rank(found))
@@ -134,7 +161,7 @@ class Bench:
         gc.collect()
 
     def time(self, call: Callable[[], Any], *, capture: bool, calls: int = CALLS, samples: int = SAMPLES) -> float:
-        """Median microseconds of the slower rank; NaN for what cannot be captured."""
+        """Median microseconds of the slowest rank; NaN for what cannot be captured."""
         try:
             ready = prepare([call] * calls, DEVICE, capture=capture)
         except CaptureError as error:
@@ -145,3 +172,9 @@ class Bench:
             dist.barrier()
             taken.append(ready.sample())
         return max(self.every_rank(statistics.median(taken)))
+
+    def compare(self, what: str, calls: Mapping[str, Callable[[], Any]], *, capture: bool) -> None:
+        """Times of several calls, said in one line."""
+        found = {name: self.time(call, capture=capture) for name, call in calls.items()}
+        times = ", ".join(f"{name} {value:.1f} us" for name, value in found.items())
+        self.say(f"{what}, {'graph' if capture else 'eager'}: {times}")

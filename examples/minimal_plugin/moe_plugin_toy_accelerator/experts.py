@@ -20,4 +20,4 @@ def bind(weights: PreparedWeights) -> ExpertsFn:
         activated = (torch.nn.functional.silu(gate) * up).to(hidden.dtype)
         return grouped_gemm(activated, w2, counts, ends)
 
-    return experts  # type: ignore[return-value]
+    return experts
