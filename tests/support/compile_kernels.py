@@ -22,12 +22,22 @@ from moe_core.activation import SWIGLU_OAI
 from moe_core.backends.triton import device
 from moe_core.environment import load_environment
 from moe_core.kernels import ops
-from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, W8A8_INT8
+from moe_core.kernels.triton.gemm import GroupedGemm
+from moe_core.kernels.triton.sort import sort_slots
+from moe_core.kernels.triton.tiles import Tile
+from moe_core.kernels.triton.weights import GroupedWeight
+from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, W4A16_INT4_G128, W8A8_INT8
 from moe_core.specs import TokenDtype
 from moe_core.weights.expected import expected_tensors
 
 #: Scheme -> token counts: one token, few and many rows per expert.
-LAYERS = {BF16: (1, 5, 150, 900), FP8_BLOCK128: (5, 150), W8A8_INT8: (150,), MXFP4_W4A16: (5,)}
+LAYERS = {
+    BF16: (1, 5, 150, 900),
+    FP8_BLOCK128: (5, 150),
+    W8A8_INT8: (150,),
+    MXFP4_W4A16: (5,),
+    W4A16_INT4_G128: (5, 150),
+}
 
 
 class _Target:
@@ -70,7 +80,18 @@ def main(capability: int) -> None:
         layer.load_weights(RawWeights(tensors={n: torch.zeros(e.shape, dtype=e.dtypes[0]) for n, e in shapes.items()}))
         for count in token_counts:
             layer(*random_tokens(request, count))
+    _bytes()
     _blocks()
+
+
+def _bytes() -> None:
+    """Codes of four bits where no words can be had: their rows begin anywhere."""
+    slots, tile = sort_slots(torch.zeros(4, 2, dtype=torch.int64), 4, 16), Tile(16, 64, 64)
+    rows, out = torch.zeros(8, 256).bfloat16(), torch.zeros(8, 128).bfloat16()
+    for packing, scale in (("int4", torch.zeros(4, 128, 2)), ("e2m1", torch.zeros(4, 128, 8, dtype=torch.uint8))):
+        data = torch.zeros(4, 128, 129, dtype=torch.uint8)[..., 1:]
+        weight = GroupedWeight(data=data, packing=packing, scale=scale, block=(1, 256 // scale.shape[2]))
+        GroupedGemm(weight)(rows, slots.tiles, out, tile)
 
 
 def _blocks() -> None:

@@ -65,7 +65,8 @@ class GroupedGemm:
         # Rows of a layer without a gate are in the order of its outputs as well.
         self._interleaved = activation is None or not activation.gated or activation.row_order == "interleaved"
         self._scales = weight.scale, weight.zero_point, weight.row_scale
-        self._strides = *weight.data.stride(), *strides_of(weight.bias, 2)
+        self._stored = weight.stored()
+        self._strides = *self._stored.stride(), *strides_of(weight.bias, 2)
         self._scale_strides = *strides_of(weight.scale, 3), *strides_of(weight.zero_point, 3)
         self._launches = Launches(grouped_gemm)
 
@@ -117,7 +118,7 @@ class GroupedGemm:
                 out,
                 out_scale,
                 TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [tile.m, tile.k]) if by_descriptor else rows,
-                weight.descriptor(tile.n, tile.k, self._halves, self._interleaved) if tile.tma else weight.data,
+                weight.descriptor(tile.n, tile.k, self._halves, self._interleaved) if tile.tma else self._stored,
                 weight.bias,
                 row_scale,
                 *self._scales,

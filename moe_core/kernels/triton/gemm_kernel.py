@@ -9,7 +9,7 @@ from moe_core.kernels.triton.activation import activate
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
 from moe_core.kernels.triton.quantize import codes_of, dynamic_scale
 from moe_core.kernels.triton.rows import TILE_FIELDS
-from moe_core.kernels.triton.weights import load_tile, load_weight_only
+from moe_core.kernels.triton.weights import load_groups, load_tile, load_weight_only
 
 
 @triton.jit
@@ -219,6 +219,14 @@ def grouped_gemm(
             x_factor = tl.load(x_scale + sources * stride_sx)
             to_up = width // SCALE_ROWS * stride_sn
             w_factor = _column_factors(scales, to_up, w_columns, ONE_BLOCK, INTERLEAVED)
+        scale = None
+        zero = None
+        if SCALING == "weight":
+            # The next step's are loaded before the product, which hides the wait for them.
+            if w_scale is not None:
+                scale = load_groups(scales, 0, num_inputs, stride_sk, SCALE_COLUMNS, BK)
+            if w_zero is not None:
+                zero = load_groups(zeros, 0, num_inputs, stride_zk, SCALE_COLUMNS, BK)
         for k in range(0, num_inputs, BK):
             k_columns = k + tl.arange(0, BK)
             if TMA_ROWS:
@@ -234,20 +242,12 @@ def grouped_gemm(
                 w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
             elif SCALING == "weight":
                 w_tile = load_weight_only(
-                    base + w_rows * stride_wn,
-                    scales,
-                    zeros,
-                    k,
-                    num_inputs,
-                    stride_wk,
-                    stride_sk,
-                    stride_zk,
-                    PACKING,
-                    SCALE_COLUMNS,
-                    BK,
-                    EVEN_K,
-                    X_DTYPE,
+                    base + w_rows * stride_wn, scale, zero, k, num_inputs, stride_wk, PACKING, BK, EVEN_K, X_DTYPE
                 )
+                if w_scale is not None:
+                    scale = load_groups(scales, k + BK, num_inputs, stride_sk, SCALE_COLUMNS, BK)
+                if w_zero is not None:
+                    zero = load_groups(zeros, k + BK, num_inputs, stride_zk, SCALE_COLUMNS, BK)
             else:
                 pointers = base + w_rows[:, None] * stride_wn + k_columns[None, :] * stride_wk
                 w_tile = as_operand(load_tile(pointers, k_columns, num_inputs, EVEN_K))

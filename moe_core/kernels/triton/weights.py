@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -57,6 +58,16 @@ class GroupedWeight:
         """Width `C` of the input rows."""
         return self.data.shape[2] * (1 if self.packing == "plain" else 2)
 
+    def stored(self) -> Tensor:
+        """What a kernel reads: `data`, 4-bit codes in words of eight (int32 `[L, N, C / 8]`) where these can be had."""
+        data, (_, group) = self.data, self.block
+        *outer, last = data.stride()
+        # Words lie on four bytes, and none holds codes of two groups.
+        places = (data.shape[2], data.data_ptr(), *outer)
+        if self.packing == "plain" or last != 1 or group % 8 or any(place % 4 for place in places):
+            return data
+        return data.view(torch.int32)
+
 
 def takes_descriptor(tensor: Tensor) -> bool:
     """Whether the bulk copy engine can read it: unit stride along the last axis, everything else on 16 bytes."""
@@ -80,26 +91,73 @@ def load_tile(pointers, columns, num_inputs, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(packed):
-    """`[rows, n]` bytes -> `[rows, 2n]` codes, low nibble first."""
-    return tl.reshape(tl.join(packed & 0xF, packed >> 4), (packed.shape[0], 2 * packed.shape[1]))
+def _int4(codes, AT: tl.constexpr, zero, scale):
+    """The four bits from bit `AT` on, less `zero`, times `scale`: read as a tiny fp32 number, nothing is converted.
 
-
-@triton.jit
-def _e2m1(codes):
-    """Codes of four bits -> 0, 0.5, 1, 1.5, 2, 3, 4, 6 with the sign of bit 3, without a conversion per value.
-
-    Exponent and fraction bits are put where fp32 has its own; the biases differ by 126.
+    A conversion of an integer takes as long as eight products.
     """
-    codes = codes.to(tl.int32)
-    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    tiny = (codes & (15 << AT)).to(tl.float32, bitcast=True)
+    # `tiny` is the code times 2**(AT - 149); times 2**127 it is the code times UNIT. Only the last product rounds.
+    UNIT: tl.constexpr = 2.0 ** (AT - 22)
+    return tl.fma(tiny, tl.full(tiny.shape, 2.0**127, tl.float32), zero * -UNIT) * (scale * (1 / UNIT))
 
 
 @triton.jit
-def _int4(codes):
-    """Two's complement of four bits -> fp32."""
-    return ((codes ^ 8).to(tl.int32) - 8).to(tl.float32)
+def _int4s(words, zero, scale, CODES: tl.constexpr):
+    """`[..., n]` words of two or eight codes in two's complement -> `[..., n, 2]` or `[..., n, 2, 2, 2]`."""
+    # 0x88888888 as int32. With the sign bit flipped, codes count from -8.
+    words ^= -0x77777778
+    # A single return: Triton compiles what stands behind an early one too, and its result has another shape.
+    if CODES == 2:
+        values = tl.join(_int4(words, 0, zero, scale), _int4(words, 4, zero, scale))
+    else:
+        # From bit 20 on a code would reach into the exponent.
+        high = words >> 12
+        values = _woven(
+            _int4(words, 0, zero, scale),
+            _int4(words, 4, zero, scale),
+            _int4(words, 8, zero, scale),
+            _int4(words, 12, zero, scale),
+            _int4(words, 16, zero, scale),
+            _int4(high, 8, zero, scale),
+            _int4(high, 12, zero, scale),
+            _int4(high, 16, zero, scale),
+        )
+    return values
+
+
+@triton.jit
+def _e2m1_pair(words, AT: tl.constexpr, scale):
+    """Codes of four bits from bits `AT` and `AT + 16` on -> two of 0, 0.5, 1, 1.5, 2, 3, 4, 6, signed by their bit 3.
+
+    Sign, exponent and fraction are put where bf16 has its own; the biases differ by 126.
+    """
+    # As int32, -0x7FFF8000 is 0x80008000, the sign bits, and -0x10000 is 0xFFFF0000; the factor is 2**126.
+    signs = words << (12 - AT)
+    bits = (signs & -0x7FFF8000) | ((signs >> 6) & 0x01C001C0)
+    low = (bits << 16).to(tl.float32, bitcast=True)
+    high = (bits & -0x10000).to(tl.float32, bitcast=True)
+    return low * 8.507059173023462e37 * scale, high * 8.507059173023462e37 * scale
+
+
+@triton.jit
+def _e2m1s(words, scale, CODES: tl.constexpr):
+    """`[..., n]` words of two or eight codes -> `[..., n, 2]` or `[..., n, 2, 2, 2]`."""
+    first, fifth = _e2m1_pair(words, 0, scale)
+    second, sixth = _e2m1_pair(words, 4, scale)
+    if CODES == 2:
+        values = tl.join(first, second)
+    else:
+        third, seventh = _e2m1_pair(words, 8, scale)
+        fourth, eighth = _e2m1_pair(words, 12, scale)
+        values = _woven(first, second, third, fourth, fifth, sixth, seventh, eighth)
+    return values
+
+
+@triton.jit
+def _woven(a, b, c, d, e, f, g, h):
+    """Eight tensors `[..., n]` -> `[..., n, 2, 2, 2]`, in order."""
+    return tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
 
 
 @triton.jit
@@ -112,44 +170,50 @@ def _scale_values(raw):
 
 
 @triton.jit
+def load_groups(values, k, num_inputs, stride, GROUP: tl.constexpr, BK: tl.constexpr):
+    """Scales or zero points of a tile, `[rows, groups]` of columns from `k`; `GROUP` columns share one (0: all)."""
+    # A tile holds whole groups of columns or lies within one.
+    SPAN: tl.constexpr = GROUP if GROUP > 0 and GROUP < BK else BK
+    starts = k + SPAN * tl.arange(0, BK // SPAN)
+    groups = (starts // GROUP if GROUP > 0 else starts * 0)[None, :]
+    return tl.load(values[:, None] + groups * stride, mask=(starts < num_inputs)[None, :])
+
+
+@triton.jit
 def load_weight_only(
     rows,
-    scales,
-    zeros,
+    scale,
+    zero,
     k,
     num_inputs,
     stride_k,
-    stride_sk,
-    stride_zk,
     PACKING: tl.constexpr,
-    GROUP: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """A dequantized tile `[rows, BK]` in `DTYPE`, columns from `k`.
 
-    `rows`, `scales` and `zeros` point to the beginning of each row; the last two go by `GROUP` columns (0: all) and may
-    be None.
+    `rows` point to the beginning of each row; `scale` and `zero` are those of the tile (`load_groups`) or None.
     """
     columns = k + tl.arange(0, BK)
-    if PACKING == "plain":
-        raw = load_tile(rows[:, None] + columns[None, :] * stride_k, columns, num_inputs, EVEN_K)
-        values = raw.to(tl.float32)
+    CODES: tl.constexpr = 1 if PACKING == "plain" else (8 if rows.dtype.element_ty == tl.int32 else 2)
+    words = k // CODES + tl.arange(0, BK // CODES)
+    raw = load_tile(rows[:, None] + words[None, :] * stride_k, words, num_inputs // CODES, EVEN_K)
+    factor = 1.0
+    GROUPS: tl.constexpr = 1 if scale is None else scale.shape[1]
+    raw = tl.reshape(raw, (raw.shape[0], GROUPS, raw.shape[1] // GROUPS))
+    if scale is not None:
+        factor = _scale_values(scale)[:, :, None]
+    offset = 0.0
+    if zero is not None:
+        offset = zero.to(tl.float32)[:, :, None]
+    if PACKING == "int4":
+        values = _int4s(raw.to(tl.int32), offset + 8.0, factor, CODES)
+    elif PACKING == "e2m1":
+        values = _e2m1s(raw.to(tl.int32), factor, CODES)
     else:
-        half = k // 2 + tl.arange(0, BK // 2)
-        codes = _nibbles(load_tile(rows[:, None] + half[None, :] * stride_k, half, num_inputs // 2, EVEN_K))
-        values = _int4(codes) if PACKING == "int4" else _e2m1(codes)
-    # A tile holds whole groups of columns or lies within one.
-    SPAN: tl.constexpr = GROUP if GROUP > 0 and GROUP < BK else BK
-    starts = k + SPAN * tl.arange(0, BK // SPAN)
-    groups = (starts // GROUP if GROUP > 0 else starts * 0)[None, :]
-    there = (starts < num_inputs)[None, :]
-    values = tl.reshape(values, (values.shape[0], BK // SPAN, SPAN))
-    if zeros is not None:
-        values -= tl.load(zeros[:, None] + groups * stride_zk, mask=there).to(tl.float32)[:, :, None]
-    if scales is not None:
-        values *= _scale_values(tl.load(scales[:, None] + groups * stride_sk, mask=there))[:, :, None]
+        values = (raw.to(tl.float32) - offset) * factor
     values = tl.reshape(values, (values.shape[0], BK))
     if not EVEN_K:
         values = tl.where(columns[None, :] < num_inputs, values, 0.0)
