@@ -20,6 +20,8 @@ PROJECTIONS = {
 HALVES = tuple(PROJECTIONS)
 #: Gate and up in one tensor.
 FUSED = ("gate_up_proj", "w13", "input_linear")
+#: Of these, the names whose families store rows of gate and up by turns; read as halves they would be other experts.
+INTERLEAVED = ("w13",)
 
 _LEAF = "|".join(sorted({*FUSED, *(leaf for leaves in PROJECTIONS.values() for leaf in leaves)}, key=len, reverse=True))
 # Nearly all families call the module `experts`. In the others a dense block may have the same name and projections, so
@@ -30,6 +32,8 @@ _EXPERT = re.compile(
     r"|(?P<stacked>input_linear|output_linear|(?<=\.moe\.)(?:gate|up|down)_proj))(?:[._](?P<what>.+))?"
 )
 _INSIDE = re.compile(r"(?:.+\.)?experts\..+")
+#: A tensor of the router, which some families keep inside the experts module.
+_ROUTER = re.compile(r"(^|\.)e_score_correction_bias$")
 #: JetMoe's attention has experts, which are no MoE layer.
 _ATTENTION = re.compile(r"(^|\.)self_att(ention|n)\.")
 _LAYER = re.compile(r"\b(?:layers?|blocks)\.(\d+)(?:\.|$)")
@@ -73,8 +77,9 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a tensor lies in an experts module, however it is called there."""
-    return expert_name(name) is not None or (_INSIDE.fullmatch(name) is not None and not _ATTENTION.search(name))
+    """Whether a tensor lies in an experts module, however it is called there, and is not the router's."""
+    inside = _INSIDE.fullmatch(name) is not None and not (_ATTENTION.search(name) or _ROUTER.search(name))
+    return inside or expert_name(name) is not None
 
 
 def halves_of(projection: str) -> tuple[str, ...]:

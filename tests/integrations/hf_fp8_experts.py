@@ -56,7 +56,8 @@ def randomize_(experts: torch.nn.Module, generator: torch.Generator) -> None:
         elif parameter.dtype == torch.float8_e4m3fn:
             values = torch.randn(parameter.shape, generator=generator) * 60.0
             values[:, parameter.shape[1] // 2 :] *= 1.7
-            parameter.copy_(values)
+            # Conversions saturate from torch 2.13 on; before, they make NaN.
+            parameter.copy_(values.clamp(-448, 448))
         elif parameter.dtype == torch.float8_e8m0fnu:
             exponents = torch.randint(117, 121, parameter.shape, generator=generator, dtype=torch.uint8)
             parameter.copy_(exponents.view(torch.float8_e8m0fnu))

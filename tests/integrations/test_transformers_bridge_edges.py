@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.activations import ACT2FN
 
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.errors import InputError
@@ -272,6 +273,17 @@ def test_any_number_of_experts_per_token(top_k: int) -> None:
         assert (model(ids).logits - want).abs().max() <= 2e-5 * want.abs().max()
     assert prepared.plan.request.top_k == top_k
     assert len(repr(prepared)) < 300
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "NemotronHExperts"])
+@pytest.mark.parametrize("word", ["gelu", "gelu_pytorch_tanh", "relu", "mish"])
+def test_activations_are_told_apart(word: str, name: str) -> None:
+    """GELU and its approximation differ by 5e-4, also where no up projection shows it."""
+    experts = build(name)
+    experts.act_fn = ACT2FN[word]
+    assert_serves(experts)
+    kinds = {"gelu_pytorch_tanh": "gelu_tanh", "mish": "module"}
+    assert prepare(experts)[""].plan.request.activation.kind == kinds.get(word, word)
 
 
 def test_prepare_names_modules_and_takes_pins() -> None:

@@ -55,6 +55,14 @@ class ExtraSubmodule(PlainExperts):
         self.pre_norm = nn.LayerNorm(8)
 
 
+class TrainingDropout(PlainExperts):
+    """Not seen before somebody trains."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.dropout = nn.Dropout(0.1)
+
+
 class OtherNames(PlainExperts):
     def __init__(self, config: TinyConfig) -> None:
         super().__init__(config)
@@ -102,6 +110,7 @@ REFUSED = {
     ExtraParameter: r"unknown parameter expert_scale \[4\]",
     ExtraBuffer: "unknown buffer shift",
     ExtraSubmodule: r"unknown state pre_norm\.weight",
+    TrainingDropout: r"unknown submodule dropout \(Dropout\)",
     OtherNames: r"parameter gate_up_proj is missing\n.*unknown parameter w1",
     OtherShape: r"w13: expected \[4, 12, 8\].*got \[4, 8, 12\]",
     Float64: "parameter down_proj is torch.float64",

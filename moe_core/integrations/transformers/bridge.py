@@ -1,22 +1,18 @@
-"""The experts function that transformers calls, and what it keeps beside each experts module.
-
-Prepared experts are found by the module itself, weakly: they are no part of its parameters, its state dict, its copies
-or its pickles, and they go when the module goes.
-"""
+"""The experts function that transformers calls, and `prepare`, which readies a whole model for it."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
-import attrs
 import torch
+from torch.autograd import forward_ad
 
 from moe_core.environment import Environment
 from moe_core.errors import InputError, UnsupportedModelError, some_of
+from moe_core.integrations.transformers.beside import keep, prepared_for
 from moe_core.integrations.transformers.prepared import PreparedExperts, Preparer
 from moe_core.integrations.transformers.quantized_experts import QuantizedExperts
+from moe_core.integrations.transformers.traced import is_traced, traced_experts
 from moe_core.integrations.transformers.traits import DTYPE_NAMES, NAME, configured_top_k, is_experts, local_parameters
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurements import MeasurementTable
@@ -36,7 +32,7 @@ def prepare(
 
     A module that is not prepared so is prepared at its first call, without pins. Which implementation the model selects
     is left as it is; where that is another one, which then goes on running, a warning says so. Call again after
-    replacing a gate or an activation function; replaced parameters are noticed. Experts that `load_model` brought are
+    replacing a gate; replaced parameters and activation functions are noticed. Experts that `load_model` brought are
     prepared already; they are listed too.
 
     Args:
@@ -106,66 +102,29 @@ def prepare_modules(
     calls = {name: (configured_top_k(module), _configured_dtype(module)) for name, module in experts.items()}
     prepared = {name: preparer.prepare(module, *calls[name]) for name, module in experts.items()}
     for name, module in experts.items():
-        _BESIDE[module] = _Beside.of(module, preparer, {calls[name]: prepared[name]})
+        keep(module, preparer, {calls[name]: prepared[name]})
     return prepared
 
 
 def experts_forward(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function behind `experts_implementation="moe_core"`; contract as in `PreparedExperts.__call__`."""
-    prepared: PreparedExperts = _prepared(self, (top_k_index.shape[1], hidden_states.dtype))
+    if is_traced():
+        return traced_experts(self, hidden_states, top_k_index, top_k_weights)
+    if _has_tangent(hidden_states) or _has_tangent(top_k_weights):
+        raise InputError("moe-core computes inference only: there is no derivative in forward mode; select 'eager'")
+    if torch.is_grad_enabled() and not hidden_states.requires_grad and _wants_gradients(self):
+        # Gradients are wanted of the weights alone; only a differentiable input makes the backward raise.
+        hidden_states = hidden_states.detach().requires_grad_()
+    prepared = prepared_for(self, (top_k_index.shape[1], hidden_states.dtype))
     return prepared(hidden_states, top_k_index, top_k_weights)
 
 
-#: What the arguments of a call tell about the layer: experts per token, and the dtype of the tokens.
-_Call: TypeAlias = tuple[int, torch.dtype]
+def _wants_gradients(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in local_parameters(module).values())
 
 
-@attrs.define(eq=False)
-class _Beside:
-    """What is kept beside one module, valid as long as it has the parameters that were seen.
-
-    The views keep the storage of those parameters alive, so that no other tensor can come to lie at their addresses.
-    """
-
-    preparer: Preparer
-    by_call: dict[_Call, PreparedExperts]
-    seen: tuple[Tensor, ...]
-    stamp: tuple[object, ...]
-    has_copies: bool
-
-    @classmethod
-    def of(cls, module: torch.nn.Module, preparer: Preparer, by_call: dict[_Call, PreparedExperts]) -> _Beside:
-        tensors = (t for prepared in by_call.values() for t in prepared.bound.weights.tensors.values())
-        has_copies = any(tensor.owned for tensor in tensors)
-        seen = tuple(parameter.detach() for parameter in local_parameters(module).values())
-        return cls(preparer, by_call, seen, _stamp(module, has_copies), has_copies)
-
-
-_BESIDE: WeakKeyDictionary[torch.nn.Module, _Beside] = WeakKeyDictionary()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepared(module: torch.nn.Module, call: _Call) -> PreparedExperts:
-    beside = _BESIDE.get(module)
-    if beside is not None and beside.stamp == _stamp(module, beside.has_copies):
-        by_call = beside.by_call
-        if call in by_call:
-            return by_call[call]
-    else:
-        by_call = {}
-    preparer = beside.preparer if beside is not None else Preparer(manager=default_manager())
-    by_call = {**by_call, call: preparer.prepare(module, *call, by_call.values())}
-    _BESIDE[module] = _Beside.of(module, preparer, by_call)
-    return by_call[call]
-
-
-def _stamp(module: torch.nn.Module, with_versions: bool) -> tuple[object, ...]:
-    """Where a module's parameters lie and, if copies of them were made, how often they were written."""
-    parameters = local_parameters(module).values()
-    stamp: tuple[object, ...] = tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
-    if with_versions:
-        stamp += tuple(0 if parameter.is_inference() else parameter._version for parameter in parameters)
-    return stamp
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _configured_dtype(module: torch.nn.Module) -> torch.dtype:

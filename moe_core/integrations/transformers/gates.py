@@ -56,8 +56,8 @@ def recognise(
         # It wants another dtype or more arguments: nothing can be said about its values.
         return None
     # Relative to the result: a few roundings of fp32 (6e-8 each). Absolute: where the result cancels to nothing while
-    # the function's inner value is one (the tails of GELU).
-    tolerance = 3e-6 * (1.0 + up.abs().double())
+    # the function's inner value is one (the tails of GELU), which up multiplies.
+    tolerance = 3e-6 * (1.0 + (up.abs().double() if gated else 0.0))
     for spec in _candidates(gated, row_order, limits, alphas):
         expected = activation_function(spec)(rows.double())
         if found.shape == expected.shape and bool(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from moe_core.integrations.transformers.stored_experts import StoredExperts
 from moe_core.weights.checkpoint import Checkpoint
+from moe_core.weights.names import names_below
 
 
 class LoadingProgress:
@@ -32,7 +33,7 @@ class LoadingProgress:
         self._told = told
         self._sizes = dict.fromkeys((module.stored_as for module in modules), 0)
         for stored_as in self._sizes:
-            self._sizes[stored_as] = sum(checkpoint.nbytes(name) for name in checkpoint.under(stored_as))
+            self._sizes[stored_as] = sum(map(checkpoint.nbytes, names_below(checkpoint, stored_as)))
         self._dense = sum(map(checkpoint.nbytes, dense))
         self._done = 0
         self._total = self._dense + sum(self._sizes.values())

@@ -22,7 +22,7 @@ _QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 
 class ModelShell:
-    """The configuration and the class of a checkpoint's causal language model.
+    """The configuration and the class of a checkpoint's causal language model, or of the text part that is one.
 
     Attributes:
         config: The configuration, without quantization, with moe-core's experts selected.
@@ -46,6 +46,9 @@ class ModelShell:
             kind = self.config.model_type
             raise UnsupportedModelError(f"model {path}: transformers has no causal language model for {kind!r}")
         self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        if self.model_class.config_class is self.config.sub_configs.get("text_config"):
+            # Of a model for text and images it is the text part, which loads from the whole one's checkpoint.
+            self.config = self.config.get_text_config()
         for part in (self.config, self.config.get_text_config()):
             for field in _QUANTIZATION_FIELDS:
                 vars(part).pop(field, None)

@@ -15,7 +15,7 @@ from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weig
 from moe_core.integrations.transformers.selfcheck import check_against_eager
 from moe_core.manager import BackendManager
 from moe_core.measurements import MeasurementTable
-from moe_core.payloads import PreparedWeights, Tensor
+from moe_core.payloads import TORCH_DTYPES, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
 from moe_core.request import LayerRequest
@@ -44,16 +44,17 @@ class PreparedExperts:
         """Run the experts on transformers' arguments; inference only: a backward raises `InputError`.
 
         Args:
-            hidden_states: `[T, H]` in the layer's dtype: that of the weights, if they are floats.
+            hidden_states: `[T, H]` in the layer's dtype: that of the weights, if they are floats. Under autocast any.
             top_k_index: `[T, K]` integer ids of this rank's experts; any id out of range means "not on this rank".
             top_k_weights: `[T, K]`, any float dtype.
 
         Returns:
             `[T, H]`, dtype of `hidden_states`.
         """
-        if torch.is_grad_enabled() and not hidden_states.requires_grad:
-            # Gradients may be wanted of the weights alone; only a differentiable input makes the backward raise.
-            hidden_states = hidden_states.detach().requires_grad_()
+        dtype = TORCH_DTYPES[self.plan.request.dtype]
+        if hidden_states.dtype != dtype and torch.is_autocast_enabled(hidden_states.device.type):
+            # Autocast has lowered what comes before the experts; their own operations keep the dtype of their weights.
+            return self(hidden_states.to(dtype), top_k_index, top_k_weights).to(hidden_states.dtype)
         num_experts, top_k = self.plan.request.num_experts, self.plan.request.top_k
         # Expert parallelism marks experts of other ranks by one id past the last; backends know -1 alone.
         local = top_k_index.clamp(0, num_experts - 1) == top_k_index

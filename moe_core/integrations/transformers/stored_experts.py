@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from moe_core.errors import UnsupportedModelError, some_of
-from moe_core.expert_names import layer_index
+from moe_core.expert_names import is_of_experts, layer_index
 from moe_core.integrations.transformers.layer_stack import LayerStack
 from moe_core.integrations.transformers.layout import ExpertsLayout, read_layout
 from moe_core.integrations.transformers.selfcheck import check_formula
@@ -37,10 +37,6 @@ class StoredExperts:
     layout: ExpertsLayout
     top_k: int
 
-    def holds(self, tensor: str) -> bool:
-        """Whether a tensor of the checkpoint belongs to these experts."""
-        return tensor.startswith(f"{self.stored_as}.")
-
 
 def find_stored_experts(
     sketch: torch.nn.Module,
@@ -63,6 +59,8 @@ def find_stored_experts(
         SpecError: The quantization is not understood.
         WeightsError: The checkpoint has no experts for a layer of the model.
     """
+    if not quantization:
+        return []
     found = []
     modules = experts_modules(names)
     checked: set[tuple[type, ExpertsLayout]] = set()
@@ -91,7 +89,8 @@ def find_stored_experts(
 def dense_names(names: Iterable[str], experts: Collection[StoredExperts], stack: LayerStack) -> list[str]:
     """Names outside the quantized experts and outside draft layers, which transformers' models do not have."""
     inside = tuple(f"{module.stored_as}." for module in experts)
-    return sorted(name for name in names if not name.startswith(inside) and not stack.is_of_draft(name))
+    outside = (name for name in names if not (name.startswith(inside) and is_of_experts(name)))
+    return sorted(name for name in outside if not stack.is_of_draft(name))
 
 
 def _refuse_state(name: str, module: torch.nn.Module, layout: ExpertsLayout) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from moe_core.errors import UnsupportedModelError
 from moe_core.integrations.transformers.fp8 import Fp8Format, format_problems, read_format
@@ -103,6 +104,7 @@ def read_flags(module: torch.nn.Module, *, with_data: bool = True) -> Flags:
     tensors = local_parameters(module)
     problems = [
         *_signature_problems(type(module)),
+        *_missing_parameters(module, set(flags.weight_names.values()) - set(tensors)),
         *_parameter_problems(tensors, flags, with_data),
         *_fp8_problems(tensors, flags),
         *_state_problems(module, flags),
@@ -126,9 +128,21 @@ def _signature_problems(experts_class: type[torch.nn.Module]) -> Iterator[str]:
         yield f"its forward takes ({listed}); expected hidden states, expert ids and router weights, nothing more"
 
 
+def _missing_parameters(module: torch.nn.Module, names: set[str]) -> Iterator[str]:
+    for name in sorted(names):
+        if is_parametrized(module, name):
+            yield (
+                f"parameter {name} is computed by a parametrization in every forward, as adapters do it; merge that "
+                "into the weights first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        elif isinstance(getattr(module, name, None), torch.Tensor):
+            yield f"{name} is a plain tensor; expected a parameter"
+        else:
+            yield f"parameter {name} is missing"
+
+
 def _parameter_problems(tensors: dict[str, Tensor], flags: Flags, with_data: bool) -> Iterator[str]:
     expected = set(flags.weight_names.values())
-    yield from (f"parameter {name} is missing" for name in sorted(expected - set(tensors)))
     for name, tensor in tensors.items():
         if name not in expected:
             listed = ", ".join(sorted(expected))
@@ -151,12 +165,13 @@ def _fp8_problems(tensors: dict[str, Tensor], flags: Flags) -> Iterator[str]:
 
 
 def _state_problems(module: torch.nn.Module, flags: Flags) -> Iterator[str]:
-    """Buffers, and submodules with state, that a forward could use besides the flags."""
+    """Buffers and submodules that a forward could use besides the flags, also such as act in training alone."""
     helpers = ("act_fn", "post_expert_norm") if flags.has_post_expert_norm else ("act_fn",)
     yield from (f"unknown buffer {name}" for name, _ in module.named_buffers(recurse=False))
     for name, child in module.named_children():
-        if name not in helpers:
-            yield from (f"unknown state {name}.{key} of a submodule" for key in state_names(child))
+        if name not in helpers and not (name == "parametrizations" and is_parametrized(module)):
+            state = [f"unknown state {name}.{key} of a submodule" for key in state_names(child)]
+            yield from state or [f"unknown submodule {name} ({type(child).__qualname__})"]
 
 
 def _attribute_problems(module: torch.nn.Module, flags: Flags) -> Iterator[str]:
