@@ -10,8 +10,8 @@ import torch
 
 from moe_core.activation import SWIGLU
 from moe_core.bench import grouped_mm, other_kernels, transformers_experts
-from moe_core.environment import installed_version
 from moe_core.errors import MoeCoreError, UnknownNameError
+from moe_core.installed import installed_version
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.layers import Batches, LayerCall

@@ -12,8 +12,9 @@ from typing import Any
 import attrs
 import torch
 
-from moe_core.environment import Environment, installed_packages
+from moe_core.environment import Environment
 from moe_core.errors import SpecError
+from moe_core.installed import installed_packages
 from moe_core.json_files import JsonValue, read_json, shown
 from moe_core.tuning.ceilings import Ceilings
 from moe_core.tuning.timing import Timing

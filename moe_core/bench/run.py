@@ -135,6 +135,7 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
         except (MoeCoreError, RuntimeError, OverflowError) as error:
             rows += _not_run(sweep, case, num_tokens, _told(error))
             continue
+        ran: dict[str, str] = {}
         for contender in _contenders(sweep):
             blank = Row(
                 layer=case.name,
@@ -144,7 +145,7 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
                 runs="",
                 floor=floor,
             )
-            turn.append(_entry(sweep, case, contender, batches, reference, blank))
+            turn.append(_entry(sweep, case, contender, batches, reference, blank, ran))
             if sweep.device != "cpu":
                 # Graphs keep their memory: one at a time.
                 rows += _timed(sweep, turn)
@@ -186,14 +187,28 @@ def _contenders(sweep: Sweep) -> Iterator[Contender]:
         yield PeerContender(peer, None if free is None else int(_USABLE * free))
 
 
-def _entry(sweep: Sweep, case: _Case, contender: Contender, batches: Batches, reference: Reference, row: Row) -> _Entry:
-    """Bind, compare and prepare; whatever goes wrong becomes the row's problem."""
+def _entry(
+    sweep: Sweep,
+    case: _Case,
+    contender: Contender,
+    batches: Batches,
+    reference: Reference,
+    row: Row,
+    ran: dict[str, str],
+) -> _Entry:
+    """Bind, compare and prepare; whatever goes wrong becomes the row's problem.
+
+    `ran` collects our combinations, by what they run as, with the first name of each: one that is given under a second
+    name is not timed again, as its two figures would be read as a difference.
+    """
     refusal = contender.refusal(case.request, batches.num_tokens, sweep.device)
     if refusal:
         return _Entry(row=attrs.evolve(row, problem=f"not run: {refusal}"))
     try:
         bound = contender.bind(case.request, case.weights, batches, sweep.device)
         row = attrs.evolve(row, runs=bound.runs, note=bound.note)
+        if isinstance(contender, Combination) and ran.setdefault(bound.runs, contender.name) != contender.name:
+            return _Entry(row=attrs.evolve(row, note=f"the same as {ran[bound.runs]}, not timed again"))
         row = _checked(sweep, case, bound, reference, row)
         return _prepared(sweep, case, bound, reference, row)
     except UnknownNameError:

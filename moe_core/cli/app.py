@@ -1,7 +1,7 @@
 """The application: its commands, and how errors become exit codes.
 
 Exit codes: 0 done, 1 it cannot be done here (no feasible combination, a failed plugin), 2 it was asked wrongly (usage,
-unknown names, bad values, missing files).
+unknown names, bad values, missing files), and those that shells give to signals: 130 an interrupt, 141 a closed pipe.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, res
 from moe_core.cli.eval import evaluate
 from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.output import print_error
+from moe_core.cli.stopping import exit_with_reader
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
 from moe_core.planner import PlanWarning
 
@@ -35,14 +36,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("list-backends")(list_backends.list_backends)
-app.command("quantize")(quantize.quantize)
+app.command("doctor")(doctor.doctor)
 app.command("resolve")(resolve.resolve)
 app.command("run")(run.run)
 app.command("eval")(evaluate)
+app.command("quantize")(quantize.quantize)
 app.command("tune")(tune.tune)
 app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
-app.command("doctor")(doctor.doctor)
 app.command("new-plugin")(new_plugin.new_plugin)
 
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: Always; see the exit codes above.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with warnings.catch_warnings():
+    with exit_with_reader(), warnings.catch_warnings():
         warnings.filterwarnings("always", category=DeprecationWarning, module=r"moe_core\.")
         # The notes of the printed plan say the same.
         warnings.filterwarnings("ignore", category=PlanWarning)

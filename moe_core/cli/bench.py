@@ -27,7 +27,8 @@ from moe_core.cli.layer_options import (
 from moe_core.cli.options import AsJson, MeasuredDevice, Verbose, check_pins
 from moe_core.cli.output import print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
-from moe_core.cli.requests import shaped_groups
+from moe_core.cli.progress import stage
+from moe_core.cli.requests import requested_groups
 from moe_core.errors import SpecError
 from moe_core.manager import default_manager
 from moe_core.model_config import LayerGroup
@@ -45,21 +46,22 @@ _NO_LOG = "99"
 
 
 def bench(
-    shape: Shapes = None,
     model: Model = None,
+    shape: Shapes = None,
     num_experts: NumExperts = None,
     top_k: TopK = None,
     hidden_size: HiddenSize = None,
     intermediate_size: IntermediateSize = None,
     activation: Activation = None,
-    tokens: Annotated[list[int] | None, tokens_option(", ".join(map(str, _TOKENS)))] = None,
     dtype: Dtype = None,
     quant_scheme: QuantSchemes = None,
+    tokens: Annotated[list[int] | None, tokens_option(", ".join(map(str, _TOKENS)))] = None,
     combination: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Also this one of ours: a runner, or 'dispatcher + runner', as list-backends names them.",
+            help="Also this one of ours: a runner, or 'dispatcher + runner', for example 'none.masked + torch'; names "
+            "are those of list-backends; may be repeated.",
         ),
     ] = None,
     peer: Annotated[
@@ -72,15 +74,22 @@ def bench(
     ] = None,
     device: MeasuredDevice = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_THREADS, help="Threads of torch.", show_default="torch's")
+        int | None,
+        typer.Option(min=1, max=_MOST_THREADS, metavar="N", help="Threads of torch.", show_default="torch's"),
     ] = None,
     clock: Annotated[
-        str, typer.Option(help="For what no graph captures: wall, or cpu (one thread on a shared machine).")
+        str,
+        typer.Option(metavar="NAME", help="For what no graph captures: wall, or cpu (one thread on a shared machine)."),
     ] = "wall",
     repeats: Repeats = REPEATS,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="Take no more samples after this time, but three each.", show_default="no limit"),
+        typer.Option(
+            min=0,
+            metavar="SEC",
+            help="Take no more samples after this time, but three each.",
+            show_default="no limit",
+        ),
     ] = None,
     issue_time: Annotated[
         bool, typer.Option("--issue-time", help="At one token, also the host's time per call outside a graph.")
@@ -102,7 +111,7 @@ def bench(
 
     What the resolver chooses runs beside every implementation of others that is installed, on the same inputs. Each
     result is first compared with the layer in fp32. Where there are graphs, what can be captured is captured. Without
-    sizes and without a model, the layer is one of Qwen3-30B-A3B.
+    sizes, shape and model, the layer is one of Qwen3-30B-A3B.
     """
     _check_files(output, plot)
     if "none" in (peer or ()) and len(set(peer or ())) > 1:
@@ -161,7 +170,7 @@ def _layers(
     schemes: Sequence[str],
 ) -> tuple[tuple[str, LayerRequest], ...]:
     """Names and requests: every layer in every scheme."""
-    groups = shaped_groups(shapes, model, sizes, dtype, schemes, {"dispatch_dtype": None})
+    groups = requested_groups(shapes, model, sizes, dtype, schemes, {"dispatch_dtype": None})
     return tuple(dict.fromkeys((_name(shape, group, model), group.request) for shape, group in groups))
 
 
@@ -183,11 +192,12 @@ def _measured(
     **options: Any,
 ) -> Report:
     """Measure; says on stderr how far it is."""
-    import torch
+    with stage("importing torch"):
+        import torch
 
-    from moe_core.bench.contenders import Combination
-    from moe_core.bench.peers import find_peers
-    from moe_core.bench.run import Sweep, run
+        from moe_core.bench.contenders import Combination
+        from moe_core.bench.peers import find_peers
+        from moe_core.bench.run import Sweep, run
 
     environment = default_manager().probe(device)
     named = tuple(map(Combination, dict.fromkeys(combinations)))

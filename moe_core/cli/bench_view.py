@@ -98,14 +98,15 @@ def _range(counts: Sequence[int], first: int) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> Iterable[str]:
-    """Every problem and note once, with those that it is about: at which T, unless at all of them."""
+    """Every problem and note once, with those that it is about, in the table's order: at which T, unless at all."""
     about: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         text = row.problem or row.note
         if text:
             about.setdefault(text, {}).setdefault(row.implementation, []).append(row.num_tokens)
     counts = len({row.num_tokens for row in rows})
-    for text, of in about.items():
+    order = list(dict.fromkeys(row.implementation for row in rows))
+    for text, of in sorted(about.items(), key=lambda item: min(map(order.index, item[1]))):
         names = [
             name if len(found) == counts else f"{name} (T = {', '.join(map(str, found))})" for name, found in of.items()
         ]

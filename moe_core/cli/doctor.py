@@ -48,7 +48,10 @@ class Package:
 def doctor(
     as_json: AsJson = False,
 ) -> None:
-    """Describe this machine: device, packages against what plugins need, broken plugins, foreign variables."""
+    """Describe this machine, and what plugins miss on it.
+
+    Device, packages against what plugins need, plugins that are broken, variables of other projects without effect.
+    """
     manager = default_manager()
     environment = manager.probe()
     backends = backends_on(manager, environment, probed=True)

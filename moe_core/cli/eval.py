@@ -11,7 +11,9 @@ from moe_core.cli.eval_view import Report, report_json, report_view
 from moe_core.cli.options import (
     A2aBackend,
     AsJson,
+    ComputedDtype,
     Device,
+    ModelFolder,
     RunnerBackend,
     Verbose,
     check_model_folder,
@@ -20,7 +22,7 @@ from moe_core.cli.options import (
     read_text,
 )
 from moe_core.cli.output import print_json, stdout
-from moe_core.cli.progress import progress_bar
+from moe_core.cli.progress import progress_bar, stage
 from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -29,36 +31,30 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a Hugging Face MoE model.")],
+    model: ModelFolder,
     text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text to predict.")],
     against: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Compare with this model, for example the unquantized one.")
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens per window.", show_default="the model's context, at most 2048"),
+        typer.Option(min=2, metavar="N", help="Tokens per window.", show_default="the model's context, at most 2048"),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens from window to window.", show_default="the window: side by side"),
+        typer.Option(min=1, metavar="N", help="Tokens from window to window.", show_default="the window: side by side"),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Dtype of unquantized weights and of tokens: {', '.join(FLOAT_DTYPES)}.",
-            show_default="each checkpoint's",
-        ),
-    ] = None,
+    dtype: ComputedDtype = None,
     device: Device = None,
     a2a_backend: A2aBackend = None,
     runner_backend: RunnerBackend = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity on a text and, against a second model, the divergence per token.
+    """Measure how well a model predicts a text.
 
-    Experts of both models run through moe-core; pins are for the first one. With --dtype fp32 differences below the
-    rounding of bf16 show, too.
+    Reports its perplexity and, against a second model, the divergence per token. Experts of both models run through
+    moe-core; pins are for the first one. With --dtype fp32 differences below the rounding of bf16 show, too.
     """
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
@@ -66,10 +62,12 @@ def evaluate(
         check_model_folder(folder)
     check_pins(a2a_backend, runner_backend)
     sample = read_text(text)
-    from moe_core.cli import encoded_text
-    from moe_core.cli.eval_models import load_evaluated
-    from moe_core.evaluation import cut_windows
+    with stage("importing torch and transformers"):
+        from moe_core.cli import encoded_text, model_loading
+        from moe_core.cli.eval_models import load_evaluated
+        from moe_core.evaluation import cut_windows
 
+        model_loading.require_transformers()
     encoded = encoded_text.encode(model, sample)
     texts = [encoded] if against is None else [encoded, encoded_text.encode(against, sample)]
     for other in texts[1:]:

@@ -10,28 +10,27 @@ from rich.text import Text
 from rich.tree import Tree
 
 from moe_core.cli.output import fields, table, verdict
-from moe_core.cli.plan_view import group_title, request_line
+from moe_core.cli.plan_view import request_line
 from moe_core.decision import Decision
 from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, unlisted, why
 from moe_core.findings import Ranked, Reason, WorkloadDecision
 from moe_core.misses import Misses, short_titles
-from moe_core.model_config import LayerGroup
 
 _T = TypeVar("_T")
 #: Alternatives that are listed over all workloads, and for each order of many at least; `-v` lists all.
 _MOST_LISTED, _FEWEST_LISTED = 10, 3
 
 
-def explain_view(group: LayerGroup, decision: Decision, spelled: Callable[[str], str], *, full: bool) -> RenderableType:
+def explain_view(layers: str, decision: Decision, spelled: Callable[[str], str], *, full: bool) -> RenderableType:
     """What was considered for one group of layers.
 
     Args:
-        group: The layers.
-        decision: About them.
+        layers: Title of the group: `layers 0-3`.
+        decision: What was decided about it.
         spelled: Puts reasons into the words of the command line.
         full: Every spec and pair with each reason, instead of the near misses and how many others there are.
     """
-    heading = f"why for {group_title(group)}" if decision.is_feasible else f"{group_title(group)}: no plan"
+    heading = f"why for {layers}" if decision.is_feasible else f"{layers}: no plan"
     rows = {"asked": "" if decision.is_feasible else request_line(decision.request)}
     titled = list(zip(short_titles(decision.workloads), decision.workloads, strict=True))
     rows |= {titles: text for text, titles in _alike((_why(decision, w), title) for title, w in titled)}

@@ -20,13 +20,12 @@ from moe_core.findings import Reason
 from moe_core.manager import default_manager
 from moe_core.misses import compact
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
-from moe_core.vocabulary import ANY, FORMATS
+from moe_core.vocabulary import ANY
 
 SCHEMA = 1
 
 
 def list_backends(
-    as_json: AsJson = False,
     probe: Annotated[
         bool,
         typer.Option(
@@ -35,12 +34,13 @@ def list_backends(
         ),
     ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a plugin failed to load.")] = False,
+    as_json: AsJson = False,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="Add origin, hooks, every reason, and the tracebacks of failed plugins."),
     ] = False,
 ) -> None:
-    """List the installed backends and whether each can run on this machine."""
+    """List the installed backends and whether each can run here."""
     manager = default_manager()
     if probe:
         environment = manager.probe()
@@ -65,15 +65,8 @@ def _devices(spec: PluginSpec | None) -> str:
 
 
 def _names(parts: Sequence[DispatcherSpec] | Sequence[RunnerSpec]) -> str:
-    """`deepep.normal, .low_latency`; a bare name stands for every unfused format."""
-    listed: list[str] = []
-    for name in dict.fromkeys(part.name for part in parts):
-        own = [part for part in parts if part.name == name]
-        unfused, fused = ([part for part in own if (part.format == "fused") is wanted] for wanted in (False, True))
-        everywhere = {part.format for part in unfused} == {word for word in FORMATS if word != "fused"}
-        listed += [name] if everywhere else []
-        listed += [part.short_name for part in (fused if everywhere else own)]
-    return compact(listed)
+    """`deepep.normal, .low_latency`."""
+    return compact(part.short_name for part in parts)
 
 
 def _print(backends: list[Backend], environment: Environment, probed: bool, verbose: bool) -> None:

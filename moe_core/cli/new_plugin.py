@@ -22,10 +22,14 @@ _SUFFIX = ".in"
 def new_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin's name: lower-case letters, digits and '_'.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write it; default: ./NAME.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Where to write it.", show_default="a folder NAME here"),
     ] = None,
 ) -> None:
-    """Write a new backend plugin: a package that lists, resolves, runs and passes the conformance kit as it is."""
+    """Write a new backend plugin that runs as it is.
+
+    It is a whole package, which is listed, resolved, and passes the conformance kit.
+    """
     files = plugin_files(name)
     folder = output or Path(name)
     taken = {*default_manager().names(), *(failed.found.name for failed in default_manager().failures())}

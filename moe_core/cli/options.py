@@ -15,7 +15,7 @@ from moe_core.measurements import MeasurementTable
 from moe_core.model_config import read_config
 from moe_core.planner import decide
 from moe_core.request import LayerRequest
-from moe_core.vocabulary import DEVICE_TYPES
+from moe_core.vocabulary import FLOAT_DTYPES
 
 
 def known_word(kind: str, word: str, words: Iterable[str]) -> str:
@@ -31,14 +31,28 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def _known_device(word: str | None) -> str | None:
-    return None if word is None else known_word("device type", word, DEVICE_TYPES)
+    return None if word is None else known_word("device type", word, default_manager().device_types())
 
 
 def _measured_device(word: str | None) -> str | None:
-    known = (device for device in DEVICE_TYPES if device != "meta")
-    return None if word is None else known_word("device type", word, known)
+    if word is None:
+        return None
+    known = (device for device in default_manager().device_types() if device != "meta")
+    return known_word("device type", word, known)
 
 
+#: A model that runs or is written again; what only looks at layers takes `Model` of `layer_options`.
+ModelFolder = Annotated[Path, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face MoE model.")]
+TextWindow = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens per window of that text.")]
+ComputedDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help=f"Dtype of unquantized weights and of tokens: {', '.join(FLOAT_DTYPES)}.",
+        show_default="the checkpoint's",
+    ),
+]
 A2aBackend = Annotated[
     str | None,
     typer.Option("--a2a-backend", metavar="NAME", help="Pin the dispatcher: a name from list-backends."),
@@ -81,7 +95,10 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceba
 def check_model_folder(folder: Path) -> None:
     """Raise `SpecError` unless `folder` has a `config.json` that can be read."""
     if not folder.is_dir():
-        raise SpecError(f"no model at {folder}: expected a folder with a config.json and weights")
+        raise SpecError(
+            f"no model at {folder}: expected a folder with a config.json and weights; models of a hub are downloaded "
+            "first, for example by `hf download`"
+        )
     read_config(folder)
 
 
@@ -103,5 +120,7 @@ def read_text(path: Path) -> str:
     """The content of a UTF-8 file; raises `SpecError` if it is none."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SpecError(f"text {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
         raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error

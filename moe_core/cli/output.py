@@ -1,7 +1,7 @@
 """Where the commands print: results on stdout, everything else on stderr.
 
-Rich leaves colours away where its output is no terminal, so a piped table is plain text; its lines are long then,
-unless the variable COLUMNS says how long.
+Rich leaves colours away where its output is no terminal, so a piped table is plain text. Its lines are as long as the
+variable COLUMNS says, else as the terminal from which the command was started is wide, and long where there is none.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from moe_core.cli.word_table import WordFields, WordTable
+from moe_core.errors import harmless
 
-#: Columns of the lines where the output is no terminal: a table seldom needs more.
+#: Columns of the lines where nobody watches: a table seldom needs more.
 _COLUMNS = 160
 
 
 def stdout() -> Console:
     """The console for results. Made per call: tests and pipes replace `sys.stdout`."""
-    return _console(sys.stdout)
+    console = _console(sys.stdout)
+    console.push_render_hook(_NoFilling())
+    return console
 
 
 def stderr() -> Console:
@@ -35,9 +39,32 @@ def stderr() -> Console:
 
 def _console(file: TextIO) -> Console:
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
+    if not os.environ.get("COLUMNS") and not any(map(os.isatty, range(3))):
         console.width = _COLUMNS
     return console
+
+
+class _NoFilling(RenderHook):
+    """Takes away the spaces that fill up lines: they would be copied with a text, and make logs larger."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Cut(renderable) for renderable in renderables]
+
+
+class _Cut:
+    """Something to print, whose lines end with their last word."""
+
+    def __init__(self, whole: ConsoleRenderable) -> None:
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self._whole, options)):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            if line:
+                yield from line[:-1]
+                yield line[-1]._replace(text=line[-1].text.rstrip())
+            yield Segment.line()
 
 
 def table(*headers: str) -> Table:
@@ -47,7 +74,7 @@ def table(*headers: str) -> Table:
 
 def fields(rows: Mapping[str, str]) -> WordFields:
     """Label and text, one pair per row; see `WordFields`. What would act on the terminal is escaped."""
-    return WordFields({label: _harmless(text) for label, text in rows.items()})
+    return WordFields({label: harmless(text) for label, text in rows.items()})
 
 
 def verdict(word: str) -> Text:
@@ -61,24 +88,19 @@ def verdict(word: str) -> Text:
 
 def print_json(data: dict[str, Any]) -> None:
     """One JSON document on stdout, and nothing else."""
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    # A program that is started without an output has no file to write to; this knows.
+    print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def print_error(message: str, label: str = "error") -> None:
     """A message on stderr; wrapped on a terminal only, so that logs keep one reason per line."""
     console = stderr()
-    first, *rest = _harmless(f"{label}: {message}").splitlines()
+    first, *rest = harmless(f"{label}: {message}").splitlines()
     for line in (first, *rest):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         pieces = _wrapped(line, console.width, indent) if console.is_terminal else [line]
         for piece in pieces or [""]:
             console.print(piece, soft_wrap=True, style={"error": "red", "warning": "yellow"}[label])
-
-
-def _harmless(text: str) -> str:
-    """A text of several lines without control characters, which Python's escapes stand for."""
-    letters = (letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
-    return text if text.isprintable() else "".join(letters)
 
 
 def _wrapped(line: str, width: int, indent: str) -> list[str]:

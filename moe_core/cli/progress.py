@@ -46,7 +46,7 @@ def progress_bar(title: str, unit: str = "bytes") -> Iterator[Callable[[int, int
             task = bar.add_task(title)
             yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
-        yield _Lines(console, title, unit).tell
+        yield Lines(console, title, unit).tell
     _end(console, title, start)
 
 
@@ -55,15 +55,17 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
-class _Lines:
+class Lines:
     """Prints how far a step is, seldom enough for a log."""
 
     def __init__(self, console: Console, title: str, unit: str) -> None:
+        """Begin; `title` and `unit` as of `progress_bar`."""
         self._console, self._title, self._unit = console, title, unit
         self._start = time.monotonic()
         self._next = self._start + _PACE
 
     def tell(self, done: int, total: int) -> None:
+        """Print a line if it is time for one: `done` of `total` units are done."""
         now = time.monotonic()
         if now < self._next or not 0 < done < total:
             return

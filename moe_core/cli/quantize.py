@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moe_core.cli.options import Verbose, check_model_folder, read_text
+from moe_core.cli.options import ModelFolder, TextWindow, Verbose, check_model_folder, read_text
 from moe_core.cli.output import fields, print_error, stdout
 from moe_core.cli.progress import progress_bar, stage
 from moe_core.cli.stopping import exit_on_signals
@@ -15,16 +15,16 @@ from moe_core.errors import SpecError
 from moe_core.quantizer.words import SHORT_WORDS, WRITABLE, ecosystem_of, scheme_name
 
 if TYPE_CHECKING:
-    from moe_core.quantizer.checkpoint import WrittenCheckpoint
     from moe_core.quantizer.input_amax import ModelInputs
+    from moe_core.quantizer.output import WrittenCheckpoint
 
 _ECOSYSTEMS = sorted({name for names in WRITABLE.values() for name in names})
 _SHORT = ", ".join(f"{word} for {name}" for word, name in SHORT_WORDS.items())
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a Hugging Face MoE model in floats.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; if it exists it must be empty.")],
+    model: ModelFolder,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make; if it exists it must be empty.")],
     scheme: Annotated[
         str, typer.Option(metavar="NAME", help=f"What to write: {', '.join(WRITABLE)}; or, in short, {_SHORT}.")
     ],
@@ -38,7 +38,7 @@ def quantize(
         Path | None,
         typer.Option(metavar="FILE", help="nvfp4: run the model over this UTF-8 text to find its activation scales."),
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window of that text.")] = 256,
+    window: TextWindow = 256,
     input_scale: Annotated[
         float | None,
         typer.Option(
@@ -48,23 +48,27 @@ def quantize(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize the experts of a model and copy the rest, in the layout that the scheme's ecosystem reads."""
+    """Write a model again with its experts quantized.
+
+    The experts must be floats. The rest is copied, and the files are laid out as the scheme's ecosystem reads them.
+    """
     word, scheme = scheme, scheme_name(scheme)
     ecosystem = ecosystem_of(scheme, ecosystem)
-    check_model_folder(source)
+    check_model_folder(model)
     text = None if calibrate is None else read_text(calibrate)
-    from moe_core.quantizer.checkpoint import quantize_checkpoint, require_quantizable
-    from moe_core.quantizer.layouts import find_layout
-    from moe_core.quantizer.output import stale_folders
+    with stage("importing torch"):
+        from moe_core.quantizer.checkpoint import quantize_checkpoint, require_quantizable
+        from moe_core.quantizer.layouts import find_layout
+        from moe_core.quantizer.output import stale_folders
 
     _require_scales(scheme, find_layout(scheme, ecosystem).static_inputs, text, input_scale)
     # Before minutes of calibration.
-    require_quantizable(source, out, scheme, ecosystem)
-    for stale in stale_folders(out):
+    require_quantizable(model, output, scheme, ecosystem)
+    for stale in stale_folders(output):
         print_error(f"{stale} is left of a run that was killed, unless one is still writing; delete it", "warning")
-    inputs = _inputs(source, text, window, input_scale)
+    inputs = _inputs(model, text, window, input_scale)
     with exit_on_signals(), progress_bar(f"writing {scheme} for {ecosystem}") as progress:
-        written = quantize_checkpoint(source, out, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
+        written = quantize_checkpoint(model, output, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
     _print_result(written, word)
 
 

@@ -1,4 +1,4 @@
-"""From the options of `moe-core resolve` to layer requests: by sizes, or by a model's configuration."""
+"""From the options that describe layers to their requests: by sizes, by a shape's name, or by a model's config."""
 
 from __future__ import annotations
 
@@ -40,17 +40,38 @@ ACTIVATIONS = {
 
 
 def requested_groups(
-    model: Path | None, layer: Mapping[str, Any], dtype: str | None, quant: str | None, shared: Mapping[str, Any]
-) -> tuple[LayerGroup, ...]:
-    """What to resolve: the groups of a model, draft layers last, or one group without layer numbers.
+    shapes: Sequence[str],
+    model: Path | None,
+    layer: Mapping[str, Any],
+    dtype: str | None,
+    schemes: Sequence[str],
+    shared: Mapping[str, Any],
+) -> Iterator[tuple[str, LayerGroup]]:
+    """What to resolve, in every scheme: layers of each named shape, with its name, or of a model or by sizes, with "".
 
     Args:
+        shapes: Names of `SHAPES`; none for a model, or for a layer by sizes.
         model: Folder or `config.json`, None for a layer by sizes.
-        layer: The options of `DEFAULTS`, None where not given.
+        layer: The options of `DEFAULTS`, None where not given; what is no size holds for shapes, too.
         dtype: Layer dtype, None for the model's or bf16.
-        quant: Name of a quantization scheme, None for the model's or none.
+        schemes: Names of quantization schemes; none for the model's or none.
         shared: Further fields of every `LayerRequest`: parallelism, workloads, pins.
     """
+    for name in shapes:
+        known_word("shape", name, SHAPES)
+    sizes = [field.name for field in attrs.fields(LayerShape)]
+    if shapes and (model is not None or any(layer[size] is not None for size in sizes)):
+        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
+    layers = [(name, {**layer, **attrs.asdict(SHAPES[name])}) for name in shapes] or [("", dict(layer))]
+    for name, described in layers:
+        for scheme in schemes or (None,):
+            yield from ((name, group) for group in _groups(model, described, dtype, scheme, shared))
+
+
+def _groups(
+    model: Path | None, layer: Mapping[str, Any], dtype: str | None, quant: str | None, shared: Mapping[str, Any]
+) -> tuple[LayerGroup, ...]:
+    """The groups of a model, draft layers last, or one group without layer numbers; arguments as above."""
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
     scheme = SCHEMES[known_word("quantization scheme", quant, SCHEMES)] if quant is not None else None
@@ -72,35 +93,6 @@ def requested_groups(
         if dtype is None and scheme.weight_dtype in FLOAT_DTYPES:
             fields["dtype"] = scheme.weight_dtype
     return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
-
-
-def shaped_groups(
-    shapes: Sequence[str],
-    model: Path | None,
-    layer: Mapping[str, Any],
-    dtype: str | None,
-    schemes: Sequence[str],
-    shared: Mapping[str, Any],
-) -> Iterator[tuple[str, LayerGroup]]:
-    """Layers in every scheme: of each named shape, with its name, else those of `requested_groups`, with "".
-
-    Args:
-        shapes: Names of `SHAPES`; none for a model, or for a layer by sizes.
-        model: As in `requested_groups`.
-        layer: As there; what is no size holds for shapes, too.
-        dtype: As there.
-        schemes: Names of quantization schemes; none for the model's or none.
-        shared: As there.
-    """
-    for name in shapes:
-        known_word("shape", name, SHAPES)
-    sizes = [field.name for field in attrs.fields(LayerShape)]
-    if shapes and (model is not None or any(layer[size] is not None for size in sizes)):
-        raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
-    layers = [(name, {**layer, **attrs.asdict(SHAPES[name])}) for name in shapes] or [("", dict(layer))]
-    for name, described in layers:
-        for scheme in schemes or (None,):
-            yield from ((name, group) for group in requested_groups(model, described, dtype, scheme, shared))
 
 
 def _draft_groups(config: Mapping[str, Any], dtype: str | None, scheme: QuantScheme | None) -> tuple[LayerGroup, ...]:

@@ -19,6 +19,7 @@ from moe_core.cli.layer_options import (
     Model,
     NumExperts,
     QuantScheme,
+    Shapes,
     TopK,
     TpSize,
 )
@@ -43,17 +44,32 @@ SCHEMA = 1
 
 @attrs.frozen(kw_only=True)
 class Resolved:
-    """One group of equal layers with its plan, or the error why it has none."""
+    """One group of equal layers with its plan, or the error why it has none.
 
+    Attributes:
+        name: Of the known shape; "" for layers of a model or by sizes.
+        group: The layers.
+        decision: What was considered.
+        plan: None where nothing fits.
+        error: Why there is no plan, "" where there is one.
+    """
+
+    name: str
     group: LayerGroup
     decision: Decision
     plan: MoEPlan | None
     error: str = ""
 
+    @property
+    def title(self) -> str:
+        """`layers 0-3`, `layer of deepseek-v3`."""
+        return f"{group_title(self.group)} of {self.name}" if self.name else group_title(self.group)
+
 
 def resolve(
     context: typer.Context,
     model: Model = None,
+    shape: Shapes = None,
     num_experts: NumExperts = None,
     top_k: TopK = None,
     hidden_size: HiddenSize = None,
@@ -62,11 +78,11 @@ def resolve(
     bias: Bias = None,
     dtype: Dtype = None,
     quant_scheme: QuantScheme = None,
-    ep_size: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    ep_size: Annotated[int, typer.Option(metavar="N", help="Expert-parallel ranks.")] = 1,
     tp_size: TpSize = 1,
     token_placement: Annotated[
         str,
-        typer.Option(help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}."),
+        typer.Option(metavar="NAME", help=f"Where tokens lie under expert parallelism: {', '.join(TOKEN_PLACEMENTS)}."),
     ] = "distributed",
     workload: Annotated[
         list[str] | None,
@@ -82,7 +98,7 @@ def resolve(
     runner_backend: RunnerBackend = None,
     dispatch_dtype: Annotated[
         str | None,
-        typer.Option(help=f"Pin the dispatch dtype: {', '.join(TOKEN_DTYPES)}."),
+        typer.Option(metavar="NAME", help=f"Pin the dispatch dtype: {', '.join(TOKEN_DTYPES)}."),
     ] = None,
     prefer: Annotated[
         list[str] | None,
@@ -118,9 +134,10 @@ def resolve(
         typer.Option("--verbose", "-v", help="With --explain every reason; and the traceback of an error."),
     ] = False,
 ) -> None:
-    """Choose the backends of a layer or of every MoE layer of a model, draft layers included, and say why.
+    """Choose the backends of a layer or of a model, and say why.
 
-    Without sizes and without a model, the layer is one of Qwen3-30B-A3B.
+    For a model, that is every MoE layer, draft layers included. Without sizes, shape and model, the layer is one of
+    Qwen3-30B-A3B.
     """
     layer = {
         "num_experts": num_experts,
@@ -144,11 +161,12 @@ def resolve(
         "allow_fallback": allow_fallback,
         "strict": strict,
     }
-    groups = requested_groups(model, layer, dtype, quant_scheme, shared)
+    schemes = () if quant_scheme is None else (quant_scheme,)
+    groups = list(requested_groups(shape or (), model, layer, dtype, schemes, shared))
     manager = default_manager()
     machine = load_environment(environment) if environment else manager.probe()
     table = _measurements(measurements, no_measurements, machine)
-    results = [_resolved(group, manager, machine, table) for group in groups]
+    results = [_resolved(name, group, manager, machine, table) for name, group in groups]
     spelled = speller(context)
     if as_json:
         _print_json(results)
@@ -170,15 +188,19 @@ def _measurements(file: Path | None, none: bool, machine: Environment) -> Measur
 
 
 def _resolved(
-    group: LayerGroup, manager: BackendManager, machine: Environment, measurements: MeasurementTable | None
+    name: str,
+    group: LayerGroup,
+    manager: BackendManager,
+    machine: Environment,
+    measurements: MeasurementTable | None,
 ) -> Resolved:
     try:
         plan, decision = make_plan(manager, group.request, machine, measurements)
     except ResolutionError as error:
         if error.decision is None:
             raise
-        return Resolved(group=group, decision=error.decision, plan=None, error=str(error))
-    return Resolved(group=group, decision=decision, plan=plan)
+        return Resolved(name=name, group=group, decision=error.decision, plan=None, error=str(error))
+    return Resolved(name=name, group=group, decision=decision, plan=plan)
 
 
 def _print_json(results: list[Resolved]) -> None:
@@ -198,13 +220,14 @@ def _print(results: list[Resolved], spelled: Callable[[str], str], *, explain: b
         console.print(machine_view(results[0].decision))
     for result in results:
         if result.plan:
-            console.print(plan_view(group_title(result.group), result.plan, spelled))
+            console.print(plan_view(result.title, result.plan, spelled))
         if explain:
-            console.print(explain_view(result.group, result.decision, spelled, full=full))
+            console.print(explain_view(result.title, result.decision, spelled, full=full))
 
 
 def _json(result: Resolved) -> dict[str, Any]:
     return {
+        "shape": result.name,
         "layers": list(result.group.layers),
         "draft": result.group.draft,
         "plan": None if result.plan is None else _plan_json(result.plan),

@@ -12,8 +12,11 @@ import typer
 from moe_core.cli.option_words import speller
 from moe_core.cli.options import (
     A2aBackend,
+    ComputedDtype,
     Device,
+    ModelFolder,
     RunnerBackend,
+    TextWindow,
     Verbose,
     check_model_folder,
     check_pins,
@@ -42,21 +45,13 @@ SMALL_MODEL = 2_000_000_000
 
 def run(
     context: typer.Context,
-    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of a Hugging Face MoE model.")],
+    model: ModelFolder,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 64,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also measure perplexity on this UTF-8 text file.")
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window of that text.")] = 256,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Dtype of unquantized weights and of tokens: {', '.join(FLOAT_DTYPES)}.",
-            show_default="the checkpoint's",
-        ),
-    ] = None,
-    device: Device = None,
+    window: TextWindow = 256,
     compare_eager: Annotated[
         bool | None,
         typer.Option(
@@ -65,20 +60,27 @@ def run(
             show_default=f"up to {SMALL_MODEL // 10**9} billion parameters",
         ),
     ] = None,
+    dtype: ComputedDtype = None,
+    device: Device = None,
     a2a_backend: A2aBackend = None,
     runner_backend: RunnerBackend = None,
     verbose: Verbose = False,
 ) -> None:
-    """Load a Hugging Face MoE model, run its experts through moe-core, and generate text greedily."""
+    """Generate text with a model whose experts moe-core runs.
+
+    Each token is the likeliest one. Attention and everything else around the experts is transformers'.
+    """
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
     check_model_folder(model)
     check_pins(a2a_backend, runner_backend)
     sample = None if text is None else read_text(text)
-    from moe_core.cli import generation, model_loading
-    from moe_core.cli.encoded_text import encode
-    from moe_core.evaluation import cut_windows, prompt_logits
+    with stage("importing torch and transformers"):
+        from moe_core.cli import generation, model_loading
+        from moe_core.cli.encoded_text import encode
+        from moe_core.evaluation import cut_windows, prompt_logits
 
+        model_loading.require_transformers()
     if compare_eager and model_loading.is_quantized(model):
         raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
     encoded = encode(model, prompt)
@@ -145,7 +147,11 @@ def _print_plans(plans: Mapping[str, MoEPlan], spelled: Callable[[str], str]) ->
 def _print_result(text: str, figures: Mapping[str, str]) -> None:
     console = stdout()
     console.print("\ntext", style="bold")
-    console.print(text, soft_wrap=not console.is_terminal)
+    if console.is_terminal:
+        console.print(text)
+    else:
+        # As it was generated, spaces included.
+        typer.echo(text)
     console.print("\nfigures", style="bold")
     console.print(fields({f"  {label}": value for label, value in figures.items()}))
 

@@ -1,9 +1,12 @@
-"""Signals that end a program as exceptions, so that what it was doing is cleaned up."""
+"""How a command ends that nobody waits for: by a signal, or because the reader of its output has gone."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -33,3 +36,34 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def exit_with_reader() -> Iterator[None]:
+    """Where the output cannot be written, end without a traceback.
+
+    Whose reader closes it (`| head`) ends quietly, with the exit code that shells give to SIGPIPE; a full disk is told.
+    The signal itself stays ignored, as Python does: it would also end the program where a plugin's connection breaks.
+    """
+    try:
+        try:
+            yield
+        finally:
+            # A program that is started without an output has none.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except (OSError, SystemExit) as error:
+        # Libraries that print turn it into an exit of their own, of which it is the context.
+        cause = error if isinstance(error, OSError) else error.__context__
+        is_closed = isinstance(cause, BrokenPipeError)
+        # Errors of other files know their names.
+        is_full = isinstance(cause, OSError) and cause.errno == errno.ENOSPC and cause.filename is None
+        if not is_closed and not is_full:
+            raise
+        # The interpreter writes what is left when it ends.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        if is_closed:
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        sys.stderr.write("error: the output cannot be written: no space is left on its device\n")
+        raise SystemExit(1) from None

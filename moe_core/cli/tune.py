@@ -29,7 +29,8 @@ from moe_core.cli.layer_options import (
 from moe_core.cli.options import MeasuredDevice, Verbose
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
-from moe_core.cli.requests import shaped_groups
+from moe_core.cli.progress import stage
+from moe_core.cli.requests import requested_groups
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
@@ -67,21 +68,26 @@ def tune(
         list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
     ] = None,
     device: MeasuredDevice = None,
+    repeats: Repeats = REPEATS,
+    seconds: Annotated[
+        float, typer.Option(min=0, metavar="SEC", help="About how long to sample at one token count.")
+    ] = 2.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="MIN", help="Stop after about this time; layers share it.", show_default="no limit"
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the times go.", show_default="your cache")
     ] = None,
-    repeats: Repeats = REPEATS,
-    seconds: Annotated[float, typer.Option(min=0.0, help="About how long to sample at one token count.")] = 2.0,
-    minutes: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Stop after about this time; layers share it.", show_default="no limit"),
-    ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure every combination that fits a layer, at several token counts, on this machine.
+    """Measure what fits a layer on this machine.
 
-    Plans that are made afterwards rank by these times, and give ranges of token counts routes of their own where that
-    pays. Everything that was measured is kept, also when the command is interrupted.
+    That is every combination, at several token counts. Plans that are made afterwards rank by these times, and give
+    ranges of token counts routes of their own where that pays. Everything that was measured is kept, also when the
+    command is interrupted. Without sizes, shape and model, the layer is one of Qwen3-30B-A3B.
     """
     layer = {
         "num_experts": num_experts,
@@ -93,8 +99,9 @@ def tune(
     }
     requests = _requests(model, shape or (), layer, dtype, quant_scheme or (), tp_size, exclude or ())
     manager = default_manager()
-    machine = manager.probe(device)
-    from moe_core.tuning.cache import Recorder
+    with stage("importing torch"):
+        machine = manager.probe(device)
+        from moe_core.tuning.cache import Recorder
 
     target = output or user_file(machine)
     if output is None and not target.is_absolute():
@@ -182,7 +189,7 @@ def _requests(
 ) -> list[LayerRequest]:
     """The layers to measure, each once."""
     shared = {"tp_size": tp_size, "exclude": tuple(exclude), "dispatch_dtype": None}
-    groups = shaped_groups(shapes, model, layer, dtype, schemes, shared)
+    groups = requested_groups(shapes, model, layer, dtype, schemes, shared)
     return list(dict.fromkeys(group.request for _, group in groups))
 
 

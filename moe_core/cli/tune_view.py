@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -16,9 +17,16 @@ from moe_core.cli.output import fields, print_error, stderr, stdout, table
 from moe_core.cli.plan_view import machine_fields
 from moe_core.cli.progress import duration
 from moe_core.environment import Environment
+from moe_core.token_ranges import are_far, last_before
 
 if TYPE_CHECKING:
     from moe_core.tuning.search import Step
+
+#: What the last columns of the table are.
+_LEGEND = {
+    "SPREAD": "of the fastest: distance of its samples' quartiles over their median",
+    "FASTEST": "by the median, and those that are not told apart from it: their quartiles overlap",
+}
 
 
 class TuneView:
@@ -92,10 +100,7 @@ class TuneView:
         self._steps.append(step)
         self._progress.update(self._task, advance=1)
         if not self._console.is_terminal:
-            times = step.microseconds
-            best = min(times, key=times.__getitem__, default="")
-            found = f"{best}, {_shown(times[best])} us, is the fastest of {len(times)}" if best else "nothing runs"
-            self._console.print(f"  T={step.num_tokens}: {found}", soft_wrap=True)
+            self._console.print(f"  T={step.num_tokens}: {_found(step)}", soft_wrap=True)
 
     def skip(self, reason: str) -> None:
         """The layer cannot be measured, or no further."""
@@ -117,9 +122,31 @@ class TuneView:
     def _print(self) -> None:
         console = stdout()
         console.print(self._table(f"\n{self._title}: us per forward, {time.monotonic() - self._start:.0f}s"))
+        console.print(fields({"changes": "\n".join(self._changes()), **_LEGEND}))
         problems = self._steps[-1].problems
         if problems:
-            console.print(fields({f"{self._names.index(name) + 1}": text for name, text in problems.items()}))
+            console.print(fields({self._number(name): text for name, text in problems.items()}))
+
+    def _changes(self) -> Iterator[str]:
+        """Where the fastest is another one than before, what makes that less than sure, and what would help."""
+        middles, close = [], False
+        for step, following in pairwise(step for step in self._steps if step.timings):
+            old, new = step.fastest[0], following.fastest[0]
+            if old == new:
+                continue
+            few, many = step.num_tokens, following.num_tokens
+            told = [f"{self._number(old)} to {self._number(new)} between T={few} and {many}"]
+            if are_far(few, many):
+                middles.append(last_before(few, many) + 1)
+                told.append(f"nothing was measured there, plans take the middle by ratio, T={middles[-1]}")
+            alike = [f"T={of.num_tokens}" for of in (step, following) if {old, new} <= set(of.fastest)]
+            if alike:
+                close = True
+                told.append(f"not told apart at {' and '.join(alike)}")
+            yield "; ".join(told)
+        helps = [*(f"--tokens {middle}" for middle in middles), *["more --repeats", "a quieter machine"] * close]
+        if helps:
+            yield f"to be surer: {', '.join(helps)}"
 
     def _view(self) -> RenderableType:
         return (
@@ -128,20 +155,40 @@ class TuneView:
 
     def _table(self, title: str) -> RenderableType:
         """Token counts down, combinations by number across, and their names below."""
-        rows = table("T", *(str(number) for number in range(1, len(self._names) + 1)))
+        numbers = list(map(self._number, self._names))
+        rows = table("T", *numbers, "SPREAD", "FASTEST")
         for column in rows.columns:
             column.justify = "right"
         for step in self._steps:
             best = min(step.microseconds.values(), default=0.0)
             cells = (self._cell(step.microseconds.get(name), best) for name in self._names)
-            rows.add_row(str(step.num_tokens), *cells)
-        names = fields({str(number): name for number, name in enumerate(self._names, start=1)})
-        return Group(Text(title, style="bold"), rows, names)
+            rows.add_row(str(step.num_tokens), *cells, _spread(step), ", ".join(map(self._number, step.fastest)))
+        return Group(Text(title, style="bold"), rows, fields(dict(zip(numbers, self._names, strict=True))))
+
+    def _number(self, name: str) -> str:
+        """What stands for a name in the table."""
+        return str(self._names.index(name) + 1)
 
     def _cell(self, microseconds: float | None, best: float) -> Text:
         if microseconds is None:
             return Text("-", style="dim")
         return Text(_shown(microseconds), style="bold green" if microseconds == best else "")
+
+
+def _found(step: Step) -> str:
+    """The fastest at one token count and how sure that is, in a line."""
+    if not step.timings:
+        return "nothing runs"
+    best, *others = step.fastest
+    time = _shown(step.microseconds[best])
+    close = f", not told apart from {len(others)} of them" if others else ""
+    return f"{best}, {time} us (spread {_spread(step)}), is the fastest of {len(step.timings)}{close}"
+
+
+def _spread(step: Step) -> str:
+    """Spread of the fastest as a percentage, `-` where a single sample has none."""
+    timing = step.timings[step.fastest[0]] if step.timings else None
+    return f"{timing.spread:.0%}" if timing and len(timing.samples) > 1 else "-"
 
 
 def _shown(microseconds: float) -> str:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_core.cli.options import AsJson, Device, MachineName, Verbose
 from moe_core.cli.output import print_error, print_json, stderr, stdout
+from moe_core.cli.progress import Lines, stage
 from moe_core.cli.verify_report import Report, pair_of, summary_of, to_json, to_junit, view
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import SpecError
@@ -36,12 +37,12 @@ def verify(
     environment: MachineName = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, help="Processes on a CPU.", show_default="one for each core"),
+        typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes on a CPU.", show_default="one for each core"),
     ] = None,
-    as_json: AsJson = False,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML report for a CI system.")
     ] = None,
+    as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Check that installed backends do what they declare.
@@ -76,21 +77,25 @@ def _run(
     manager: BackendManager, name: str, quick: bool, machine: Environment | None, device: str | None, jobs: int | None
 ) -> Report:
     """All cases of one backend; says on stderr how far it is."""
-    from moe_core.testing.kit import Kit
-    from moe_core.testing.parallel import run_cases
-
     start = time.perf_counter()
-    module: Any = manager.found(name).load()
-    kit = Kit(module, environment=machine, device=device, quick=quick)
+    with stage(f"reading what {name} declares"):
+        from moe_core.testing.kit import Kit
+        from moe_core.testing.parallel import run_cases
+
+        module: Any = manager.found(name).load()
+        kit = Kit(module, environment=machine, device=device, quick=quick)
+        total = len(kit.cases())
+    stderr().print(f"{name}: {total} checks", style="dim", soft_wrap=True)
     results = run_cases(kit, jobs or len(os.sched_getaffinity(0)))
-    found = tuple(_shown(name, results, len(kit.cases())))
+    found = tuple(_shown(name, results, total))
     return Report(name, kit.backend.environment, found, time.perf_counter() - start)
 
 
 def _shown(name: str, results: Iterator[Result], total: int) -> Iterator[Result]:
     """The results as they come, with a bar (on a terminal) and a line for the plugin and for each pair when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, failed = stderr(), 0
+    console, count, failed = stderr(), 0, 0
+    lines = Lines(console, name, "checks")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         start = time.perf_counter()
@@ -98,9 +103,12 @@ def _shown(name: str, results: Iterator[Result], total: int) -> Iterator[Result]
             done = []
             for result in of_pair:
                 done.append(result)
+                count += 1
                 failed += result.status == "failed"
                 note = f", [red]{failed} failed[/red]" if failed else ""
                 progress.update(task, advance=1, description=f"{name}: {result.check}{note}")
+                if not console.is_terminal:
+                    lines.tell(count, total)
                 yield result
             now = time.perf_counter()
             console.print(f"{pair}: {summary_of(done)}, {now - start:.1f} s", style="dim", soft_wrap=True)

@@ -6,42 +6,19 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import attrs
-
 from moe_core.errors import MoeCoreError, SpecError
 from moe_core.expert_names import is_of_experts
 from moe_core.payloads import Tensor
-from moe_core.quant import StoredScheme
+from moe_core.quantizer.card import BASE_CARD, CARD, model_card
 from moe_core.quantizer.experts import ExpertSource, find_experts, require_sizes
 from moe_core.quantizer.input_amax import ModelInputs
 from moe_core.quantizer.layout import Contents, Expert, Layout
 from moe_core.quantizer.layouts import find_layout
-from moe_core.quantizer.output import SHARD_BYTES, ShardWriter, new_folder, require_new, write_json
+from moe_core.quantizer.output import SHARD_BYTES, ShardWriter, WrittenCheckpoint, new_folder, require_new, write_json
 from moe_core.quantizer.source import Source, open_source
 
 #: `(bytes of source weights dealt with, bytes in all) -> None`.
 ProgressFn = Callable[[int, int], None]
-
-
-@attrs.frozen(kw_only=True)
-class WrittenCheckpoint:
-    """What `quantize_checkpoint` wrote.
-
-    Attributes:
-        folder: Where.
-        stored: The scheme of the experts and the word for their layout.
-        num_experts: Experts of all layers together.
-        expert_bytes_before: Their weights in the source.
-        expert_bytes_after: Their codes and scales.
-        kept_bytes: All other tensors, copied.
-    """
-
-    folder: Path
-    stored: StoredScheme
-    num_experts: int
-    expert_bytes_before: int
-    expert_bytes_after: int
-    kept_bytes: int
 
 
 def quantize_checkpoint(
@@ -60,7 +37,8 @@ def quantize_checkpoint(
     (`experts.3.gate_proj.weight`, `experts.3.w1.weight`) or all of a layer in one tensor (`experts.gate_up_proj`
     `[E, 2I, H]`, gate first); the latter are written one by one. All other tensors are copied, and all files beside the
     weights: the tokenizer, generation settings, code. Not copied are folders, weights in other formats (`.bin`,
-    `.gguf`, `.onnx` ...) and indices of weight files; `config.json` is written again.
+    `.gguf`, `.onnx` ...) and indices of weight files; `config.json` is written again. A model card becomes
+    `BASE_README.md`, and a new one says what was done.
 
     Args:
         source: Folder of a Hugging Face checkpoint in safetensors with bf16, fp16 or fp32 experts.
@@ -129,7 +107,7 @@ class _Writer:
         self._shards.close()
         kept = tuple(name for name in self._source.checkpoint.names if not is_of_experts(name))
         self._describe(Contents(quantized=tuple(self._quantized), kept=kept, kept_modules=kept_modules))
-        return WrittenCheckpoint(
+        written = WrittenCheckpoint(
             folder=out,
             stored=self._layout.stored,
             num_experts=len(experts),
@@ -137,6 +115,10 @@ class _Writer:
             expert_bytes_after=self._shards.total_bytes - kept_bytes,
             kept_bytes=kept_bytes,
         )
+        base, has_card = self._source.folder.resolve().name, (self._folder / BASE_CARD).exists()
+        card = model_card(base, written, self._inputs, has_base_card=has_card)
+        (self._folder / CARD).write_text(card, encoding="utf-8")
+        return written
 
     def _copy_tensors(self) -> tuple[str, ...]:
         """Copy everything but experts; the names of modules whose weight is a matrix, which readers could quantize."""
@@ -164,7 +146,7 @@ class _Writer:
     def _describe(self, contents: Contents) -> None:
         description = self._layout.describe(contents)
         for path in self._source.other_files():
-            shutil.copyfile(path, self._folder / path.name)
+            shutil.copyfile(path, self._folder / (BASE_CARD if path.name == CARD else path.name))
         config = dict(self._source.config)
         if description.quantization_config is not None:
             config["quantization_config"] = description.quantization_config

@@ -8,7 +8,7 @@ from functools import partial
 import attrs
 
 from moe_core.errors import SpecError, WeightsError
-from moe_core.expert_names import HALVES, PROJECTIONS, expert_name, is_of_experts, layer_index
+from moe_core.expert_names import HALVES, INTERLEAVED, PROJECTIONS, expert_name, is_of_experts, layer_index
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quantizer.layout import Layout
 from moe_core.weights.checkpoint import TensorSource
@@ -75,7 +75,9 @@ def find_experts(source: TensorSource) -> list[ExpertSource]:
     problems: list[str] = []
     for name in filter(is_of_experts, source.names):
         projections = list(_projections(source, name))
-        if not projections:
+        if (parts := expert_name(name)) is not None and parts.projection in INTERLEAVED:
+            problems.append(f"{name}: its rows of gate and up lie by turns; only gate first, then up is quantized")
+        elif not projections:
             problems.append(f"{name} {list(source.shape(name))}: not understood as weights of experts")
         elif (dtype := source.dtype(name)) not in TORCH_DTYPES.values():
             problems.append(f"{name}: holds {dtype}, expected one of {', '.join(TORCH_DTYPES)}")

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 from safetensors.torch import save_file
 
 from moe_core.errors import SpecError
 from moe_core.payloads import Tensor
+from moe_core.quant import StoredScheme
 
 #: Bytes per weight file; a single larger tensor still makes one file.
 SHARD_BYTES = 5_000_000_000
@@ -77,6 +79,27 @@ def _umask() -> int:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """One JSON document, indented as Hugging Face does."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@attrs.frozen(kw_only=True)
+class WrittenCheckpoint:
+    """What `quantize_checkpoint` wrote.
+
+    Attributes:
+        folder: Where.
+        stored: The scheme of the experts and the word for their layout.
+        num_experts: Experts of all layers together.
+        expert_bytes_before: Their weights in the source.
+        expert_bytes_after: Their codes and scales.
+        kept_bytes: All other tensors, copied.
+    """
+
+    folder: Path
+    stored: StoredScheme
+    num_experts: int
+    expert_bytes_before: int
+    expert_bytes_after: int
+    kept_bytes: int
 
 
 class ShardWriter:

@@ -19,7 +19,7 @@ from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
 from moe_core.request import LayerRequest, Workload
 from moe_core.tuning.layers import Batches, random_weights, release_memory
-from moe_core.tuning.timing import CaptureError, Prepared, prepare, take_turns
+from moe_core.tuning.timing import CaptureError, Prepared, Timing, prepare, take_turns
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
 HOPELESS = 10.0
@@ -37,13 +37,27 @@ class Step:
 
     Attributes:
         num_tokens: T.
-        microseconds: Full name of the candidate -> median time of one forward.
+        timings: Full name of the candidate -> samples of one forward.
         problems: Full name of the candidate -> why it has no time, or will have none for more tokens.
     """
 
     num_tokens: int
-    microseconds: Mapping[str, float]
+    timings: Mapping[str, Timing]
     problems: Mapping[str, str]
+
+    @property
+    def microseconds(self) -> Mapping[str, float]:
+        """Full name of the candidate -> median time of one forward."""
+        return {name: timing.microseconds for name, timing in self.timings.items()}
+
+    @property
+    def fastest(self) -> tuple[str, ...]:
+        """Full name of the candidate with the smallest median, then of those that samples do not tell apart from it.
+
+        These are the ones whose quartiles overlap with its own, in the order of their medians; none where nothing ran.
+        """
+        order = sorted(self.timings, key=lambda name: self.timings[name].microseconds)
+        return tuple(name for name in order if self.timings[name].quartiles[0] <= self.timings[order[0]].quartiles[1])
 
 
 class LayerSearch:
@@ -141,8 +155,8 @@ class LayerSearch:
         timings = take_turns({name: r for name, r in ready.items() if name not in slow}, repeats, seconds)
         for name, ratio in slow.items():
             self.problems[name] = f"{ratio:.0f} times slower than the fastest at T={count}"
-        times = {name: timings[name].microseconds if name in timings else first[name] for name in ready}
-        return Step(num_tokens=count, microseconds=times, problems=dict(self.problems))
+        timings |= {name: Timing((first[name],), ready[name].method) for name in slow}
+        return Step(num_tokens=count, timings=timings, problems=dict(self.problems))
 
     def _batches(self, count: int) -> Batches:
         try:

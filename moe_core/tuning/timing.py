@@ -57,12 +57,18 @@ class Timing:
         return min(self.samples)
 
     @property
+    def quartiles(self) -> tuple[float, float]:
+        """Microseconds that a quarter of the samples is below, and a quarter above; one sample is both."""
+        if len(self.samples) < 2:
+            return self.samples[0], self.samples[0]
+        lower, _, upper = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return lower, upper
+
+    @property
     def spread(self) -> float:
         """Distance of the quartiles over the median; 0 for one sample."""
-        if len(self.samples) < 2:
-            return 0.0
-        lower, middle, upper = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (upper - lower) / middle
+        lower, upper = self.quartiles
+        return (upper - lower) / self.microseconds
 
 
 @attrs.frozen(eq=False)

@@ -66,6 +66,21 @@ def test_ours_and_peers_are_timed_and_compared():
     assert rows["torch grouped_mm"].runs.startswith("torch 2.")
 
 
+def test_one_combination_under_two_names_is_timed_once():
+    names = ("", "torch", "none.standard + torch", "torch.masked")
+    rows = _rows(combinations=tuple(map(Combination, names)))
+    timed = {name: row.timing is not None for name, row in rows.items()}
+    assert timed == {
+        OURS: True,
+        f"{OURS} torch": False,
+        f"{OURS} none.standard + torch": False,
+        f"{OURS} torch.masked": True,
+    }
+    same = rows[f"{OURS} torch"]
+    assert (same.runs, same.problem) == (rows[OURS].runs, "")
+    assert same.note == f"the same as {OURS}, not timed again"
+
+
 def test_each_row_says_what_ran_with_its_number_of_tokens(monkeypatch):
     few, many = (f"torch:none.{kind} + torch:torch.{kind}" for kind in ("standard", "masked"))
     times = {few: {1: 1.0, 16: 2.0, 256: 9.0}, many: {1: 5.0, 16: 6.0, 256: 7.0}}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -116,6 +120,59 @@ def test_verbose_shows_the_traceback(call):
     assert err.splitlines()[-1].startswith("error: unknown environment 'h10'")
 
 
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT], ids=["stdout", "both"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("resolve", "--environment", "h100", "--explain"),
+        ("resolve", "--environment", "h100", "--json"),
+        ("resolve", "--help"),
+        ("--version",),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_a_command_quietly_as_sigpipe_does(words, stderr):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run([sys.executable, "-m", "moe_core", *words], stdout=writing, stderr=stderr, check=False)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr or b"") == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [("resolve", "--environment", "h100"), ("list-backends", "--no-probe", "--json")])
+def test_a_full_disk_is_told_in_a_line(words):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "moe_core", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "error: the output cannot be written: no space is left on its device\n",
+    )
+
+
+def test_an_error_that_nobody_reads_is_a_closed_pipe(moe_core):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        words = ("resolve", "--environment", "h10")
+        ended = subprocess.run([sys.executable, "-m", "moe_core", *words], stdout=writing, stderr=writing, check=False)
+    finally:
+        os.close(writing)
+    assert ended.returncode == 141
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell that closes a file")
+@pytest.mark.parametrize("words", ["--version", "resolve --environment h100", "resolve --environment h100 --json"])
+def test_a_command_without_an_output_ends_as_one_with(words):
+    line = f'exec "$0" -m moe_core {words} >&-'
+    ended = subprocess.run(["sh", "-c", line, sys.executable], stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_version(moe_core):
     assert moe_core("--version").stdout.startswith("moe-core ")
 
@@ -148,3 +205,43 @@ def test_options_of_several_commands_say_the_same_in_all_of_them():
             if option.opts[0].startswith("--") and option.opts[0] not in OF_THE_COMMAND:
                 said.setdefault(option.opts[0], set()).add((option.help, option.metavar))
     assert {name for name, texts in said.items() if len(texts) > 1} == set()
+
+
+def _options(command):
+    return [option for option in command.params if option.param_type_name == "option"]
+
+
+def test_commands_say_in_one_line_what_they_do(moe_core):
+    listed = moe_core("--help", COLUMNS="80").stdout
+    assert "..." not in listed.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(sorted(COMMANDS), 2)])
+def test_options_of_two_commands_stand_in_one_order(one, other):
+    first, second = ([option.opts[0] for option in _options(COMMANDS[name])] for name in (one, other))
+    assert [name for name in first if name in second] == [name for name in second if name in first]
+
+
+def test_what_an_option_takes_is_a_word_in_capitals():
+    taken = {option.metavar for command in COMMANDS.values() for option in _options(command) if not option.is_flag}
+    assert None not in taken
+    assert all(word.replace(":graph", "") == word.replace(":graph", "").upper() for word in taken)
+
+
+def test_no_option_takes_a_word_that_is_its_own_name():
+    # typer 0.27 makes an argument of it, and knows no such option.
+    options = [option for command in COMMANDS.values() for option in _options(command) if not option.is_flag]
+    assert [option.name for option in options if option.metavar.lower() == option.name] == []
+
+
+def test_a_model_is_always_named_by_the_same_option():
+    positional = {
+        name: [param.name for param in command.params if param.param_type_name == "argument"]
+        for name, command in COMMANDS.items()
+    }
+    assert {name: names for name, names in positional.items() if names} == {
+        "verify": ["backends"],
+        "new-plugin": ["name"],
+    }
+    of_models = {name for name, command in COMMANDS.items() if "model" in {param.name for param in command.params}}
+    assert of_models == {"bench", "eval", "quantize", "resolve", "run", "tune"}

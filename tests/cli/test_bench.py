@@ -6,9 +6,9 @@ import json
 import os
 import re
 import sys
+from importlib import metadata
 
 import pytest
-import torch
 from tiny_models import write_tiny_qwen
 
 from moe_core.tuning import ceilings
@@ -34,7 +34,8 @@ def test_tables_of_every_scheme_with_caption(call):
     assert "moe-core torch: torch:none.standard + torch:torch.standard" in text
     assert re.search(r"torch grouped_mm \d", text)
     assert "torch grouped_mm: not run: takes float weights" in text
-    assert re.search(rf"measured on .*{re.escape(torch.__version__)}.*B/s", text)
+    # torch's own text may have a build behind it that its distribution does not name.
+    assert re.search(rf"measured on .*torch {re.escape(metadata.version('torch'))}.*B/s", text)
     assert "1/2 " not in out
     assert "2/2 4 experts, top-2, H 128, I 128, fp8_block128, T = 2" in err
 

@@ -64,6 +64,15 @@ def test_what_ran_is_said_of_the_numbers_of_tokens_with_which_it_did(runs, said)
     assert lines[place + 1] == "torch grouped_mm: torch 2"
 
 
+def test_notes_stand_in_the_order_of_the_table():
+    ours, first, second = (_row(1, "a", name) for name in ("moe-core", "first", "second"))
+    few = [ours, attrs.evolve(first, note="of one count"), attrs.evolve(second, note="of both")]
+    many = [attrs.evolve(ours, note="found last"), first, attrs.evolve(second, note="of both")]
+    text = _printed(*few, *(attrs.evolve(row, num_tokens=8) for row in many))
+    places = [text.index(f": {note}") for note in ("found last", "of one count", "of both")]
+    assert places == sorted(places)
+
+
 def _legend(printed):
     return printed[printed.index("measured on") :]
 

@@ -51,7 +51,7 @@ def _log_probabilities(folder: Path, window: int) -> tuple[torch.Tensor, torch.T
 
 
 def _document(call, *words):
-    code, out, _ = call("eval", *map(str, words), "--device", "cpu", "--json")
+    code, out, _ = call("eval", "--model", *map(str, words), "--device", "cpu", "--json")
     assert code == 0
     return json.loads(out)
 
@@ -100,7 +100,19 @@ def test_the_document(call, folder, sample):
 
 
 def test_the_tables(call, folder, noisy, sample):
-    words = ("eval", str(noisy), "--text", str(sample), "--against", str(folder), "--window", "40", "--device", "cpu")
+    words = (
+        "eval",
+        "--model",
+        str(noisy),
+        "--text",
+        str(sample),
+        "--against",
+        str(folder),
+        "--window",
+        "40",
+        "--device",
+        "cpu",
+    )
     code, out, err = call(*words)
     text = " ".join(out.split())
     assert code == 0
@@ -119,7 +131,7 @@ def test_one_window_has_no_standard_error(call, folder, sample):
     found = _document(call, folder, "--text", sample)
     assert found["windows"]["count"] == 1
     assert found["model"]["log_likelihood"]["standard_error"] is None
-    code, out, _ = call("eval", str(folder), "--text", str(sample), "--device", "cpu")
+    code, out, _ = call("eval", "--model", str(folder), "--text", str(sample), "--device", "cpu")
     assert code == 0
     assert "(" not in out[out.index("perplexity per token") :]
     assert "standard error" not in out
@@ -140,7 +152,7 @@ def test_the_default_window_is_the_models_context(call, folder, sample, tmp_path
     assert _document(call, tmp_path, "--text", sample)["windows"]["tokens"] == 64
     assert _document(call, folder, "--text", sample)["windows"]["tokens"] == 2048
     assert _document(call, folder, "--text", sample, "--against", tmp_path)["windows"]["tokens"] == 64
-    code, _, err = call("eval", str(tmp_path), "--text", str(sample), "--window", "65", "--device", "cpu")
+    code, _, err = call("eval", "--model", str(tmp_path), "--text", str(sample), "--window", "65", "--device", "cpu")
     assert code == 2
     assert f"a window of 65 tokens is longer than the context of {tmp_path}: 64" in err
 
@@ -155,7 +167,9 @@ def _with_vocabulary(folder: Path, target: Path, size: int) -> None:
 @pytest.mark.error_path
 def test_vocabularies_differ(call, folder, sample, tmp_path):
     _with_vocabulary(folder, tmp_path, 300)
-    code, out, err = call("eval", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu")
+    code, out, err = call(
+        "eval", "--model", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu"
+    )
     assert (code, out) == (2, "")
     assert f"{folder} has a vocabulary of 256 tokens, {tmp_path} of 300" in err
 
@@ -167,7 +181,9 @@ def test_tokenizers_differ(call, folder, sample, tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    code, out, err = call("eval", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu")
+    code, out, err = call(
+        "eval", "--model", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu"
+    )
     assert (code, out) == (2, "")
     assert f"the tokenizers of {folder} and {tmp_path} cut the text into different tokens" in err
 
@@ -177,7 +193,7 @@ def test_tokenizers_differ(call, folder, sample, tmp_path):
 def test_a_text_that_is_too_short(call, folder, tmp_path, content):
     path = tmp_path / "short.txt"
     path.write_bytes(content)
-    code, out, err = call("eval", str(folder), "--text", str(path), "--device", "cpu")
+    code, out, err = call("eval", "--model", str(folder), "--text", str(path), "--device", "cpu")
     assert (code, out) == (2, "")
     assert f"the text has {len(content)} tokens; predicting needs at least 2" in err
 
@@ -197,30 +213,34 @@ def test_what_cannot_be_evaluated_is_refused_before_models_are_loaded(
     monkeypatch.setattr("moe_core.cli.model_loading.load_model", lambda *_: pytest.fail("a model was loaded"))
     path = tmp_path / "text.txt"
     path.write_text(text, encoding="utf-8")
-    code, out, err = call("eval", str(folder), "--text", str(path), "--against", str(folder), *words)
+    code, out, err = call("eval", "--model", str(folder), "--text", str(path), "--against", str(folder), *words)
     assert (code, out) == (2, "")
     assert message in err
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_a_text_that_is_not_readable(call, folder, tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "cannot be read (No such file"), (b"\xff\xfe\x00", "not readable as UTF-8")]
+)
+def test_a_text_that_is_not_readable(call, folder, tmp_path, content, why):
     path = tmp_path / "bad.txt"
     if content is not None:
         path.write_bytes(content)
-    code, out, err = call("eval", str(folder), "--text", str(path), "--device", "cpu")
+    code, out, err = call("eval", "--model", str(folder), "--text", str(path), "--device", "cpu")
     assert (code, out) == (2, "")
-    assert f"text {path}: not readable as UTF-8" in err
+    assert f"text {path}: {why}" in err
 
 
 @pytest.mark.error_path
 def test_not_a_model(call, folder, sample, tmp_path):
     for words in ((str(tmp_path),), (str(folder), "--against", str(tmp_path))):
-        code, out, err = call("eval", *words, "--text", str(sample), "--device", "cpu")
+        code, out, err = call("eval", "--model", *words, "--text", str(sample), "--device", "cpu")
         assert (code, out) == (2, "")
         assert f"no model at {tmp_path}" in err
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    code, out, err = call("eval", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu")
+    code, out, err = call(
+        "eval", "--model", str(folder), "--text", str(sample), "--against", str(tmp_path), "--device", "cpu"
+    )
     assert (code, out) == (1, "")
     assert f"{tmp_path}: no safetensors file; expected model.safetensors" in err
 
@@ -233,6 +253,6 @@ def test_words_that_are_not_known(call, folder, sample):
         (("--stride", "0"), "--stride"),
         (("--window", "20", "--stride", "21"), "stride 21 is not in 1..20"),
     ):
-        code, out, err = call("eval", str(folder), "--text", str(sample), *words)
+        code, out, err = call("eval", "--model", str(folder), "--text", str(sample), *words)
         assert (code, out) == (2, "")
         assert message in err

@@ -23,8 +23,8 @@ LINES = {
 }
 WARNINGS = (
     r"warning: importing plugin 'slow' (slow-import 1.0, entry point slow_import_plugin) took 2.* s; everything heavy "
-    "belongs inside its hooks",
-    r"warning: plugin 'prints' (prints-on-import 1.0, entry point prints_on_import_plugin) printed on import: "
+    "belongs inside its other hooks",
+    r"warning: importing plugin 'prints' (prints-on-import 1.0, entry point prints_on_import_plugin) printed "
     r"'welcome to prints\n'",
 )
 

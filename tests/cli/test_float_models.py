@@ -128,8 +128,17 @@ def test_every_command_refuses_them(call: Any, model: Path, tmp_path: Path, comm
     text.write_text("a text of some tokens " * 4, encoding="utf-8")
     words = {
         "run": ("--model", str(model), "--prompt", "a", "--device", "cpu"),
-        "eval": (str(model), "--text", str(text), "--device", "cpu"),
-        "quantize": (str(model), str(tmp_path / "out"), "--scheme", "nvfp4", "--calibrate", str(text)),
+        "eval": ("--model", str(model), "--text", str(text), "--device", "cpu"),
+        "quantize": (
+            "--model",
+            str(model),
+            "--output",
+            str(tmp_path / "out"),
+            "--scheme",
+            "nvfp4",
+            "--calibrate",
+            str(text),
+        ),
     }
     code, out, err = call(command, *words[command])
     assert (code, out) == (1, "")
@@ -226,7 +235,7 @@ def test_what_cannot_be_loaded(call: Any, model: Path, tmp_path: Path, command: 
     spoil(model)
     text = tmp_path / "text.txt"
     text.write_text("a text of some tokens", encoding="utf-8")
-    words = {"run": ("--model", str(model), "--prompt", "a"), "eval": (str(model), "--text", str(text))}
+    words = {"run": ("--model", str(model), "--prompt", "a"), "eval": ("--model", str(model), "--text", str(text))}
     code, out, err = call(command, *words[command], "--device", "cpu")
     assert code in (1, 2)
     assert out == ""

@@ -28,7 +28,7 @@ def _backends(result):
 
 
 def test_the_built_in_plugins_are_listed(moe_core):
-    result = moe_core(*NOT_PROBED, COLUMNS="140")
+    result = moe_core(*NOT_PROBED, COLUMNS="160")
     assert result.returncode == 0
     assert result.stderr == ""
     plugins, names = result.stdout.split("\n\n")
@@ -39,9 +39,18 @@ def test_the_built_in_plugins_are_listed(moe_core):
     assert triton_row.split()[:3] == ["triton", triton_row.split()[1], "cuda"]
     header, dispatchers, runners, triton, note = names.splitlines()
     assert header.split() == ["NAME", "DECLARES", "VARIANTS"]
-    assert dispatchers.split() == ["torch", "dispatchers", "none,", "torch_alltoall"]
-    assert runners.split() == ["runners", "torch"]
-    assert triton.split() == ["triton", "runners", "triton,", ".fused,", ".fused_untuned"]
+    assert dispatchers.split() == [
+        *("torch", "dispatchers", "none.standard,", ".contiguous,", ".masked,"),
+        *("torch_alltoall.standard,", ".contiguous,", ".masked"),
+    ]
+    assert runners.split() == [
+        *("runners", "torch.standard,", ".contiguous,", ".masked,"),
+        *(".standard_invariant,", ".contiguous_invariant,", ".masked_invariant"),
+    ]
+    assert triton.split() == [
+        *("triton", "runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,"),
+        *(".standard_untuned,", ".contiguous_untuned,", ".masked_untuned,", ".fused_untuned"),
+    ]
     assert "not looked at" in note
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 
 import pytest
 from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
 from moe_core.cli.output import fields, print_error, stdout, table
 
@@ -107,7 +110,37 @@ def test_texts_stand_below_labels_that_leave_them_no_room(width):
     assert lines[0].split() == ["of", "one", "two", "three", "four"]
 
 
+def test_lines_end_with_their_last_word(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    view = table("NAME", "ABOUT")
+    view.add_row("one", "short")
+    view.add_row("another one", "words " * 20)
+    tree = Tree("a tree")
+    tree.add("words " * 20)
+    for printed in (view, fields({"label": "words " * 20}), tree, Text("words " * 20), "words   "):
+        stdout().print(printed)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 15
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_lines_are_as_wide_as_the_terminal_behind_a_pipe(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    # The terminal is where the errors go.
+    monkeypatch.setattr(os, "isatty", lambda number: number == 2)
+    monkeypatch.setattr(os, "get_terminal_size", _terminal_of_70_columns)
+    stdout().print(fields({"label": "word " * 40}))
+    assert 60 < max(map(len, capsys.readouterr().out.splitlines())) <= 70
+
+
+def _terminal_of_70_columns(number):
+    if number != 2:
+        raise OSError
+    return os.terminal_size((70, 24))
+
+
 def test_lines_are_long_where_the_output_is_no_terminal_unless_the_user_says_how_long(monkeypatch, capsys):
+    monkeypatch.setattr(os, "isatty", lambda number: False)
     sentence = "word " * 25
     for columns, num_lines in (("", 1), ("80", 2)):
         monkeypatch.setenv("COLUMNS", columns)

@@ -57,6 +57,34 @@ def test_sizes_reach_the_request(call):
     assert group["plan"]["output_is_complete"] is False
 
 
+def test_named_shapes(call):
+    shapes = ("--shape", "deepseek-v3", "--shape", "mixtral-8x7b")
+    code, out, _ = call(*ON_CPU, *shapes, "--quant-scheme", "fp8_block128", "--ep-size", "2", "--explain")
+    assert code == 0
+    assert "plan of layer of deepseek-v3 asked 256 experts, top-8, H 7168, I 2048, bf16, weights fp8" in _words(out)
+    assert "why for layer of mixtral-8x7b" in out
+    code, out, _ = call(*ON_CPU, *shapes, "--json")
+    groups = json.loads(out)["groups"]
+    assert [group["shape"] for group in groups] == ["deepseek-v3", "mixtral-8x7b"]
+    assert [group["decision"]["request"]["num_experts"] for group in groups] == [256, 8]
+    code, out, _ = call(*ON_CPU, "--json")
+    assert [group["shape"] for group in json.loads(out)["groups"]] == [""]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--shape", "mixtral"), "unknown shape 'mixtral'; did you mean 'mixtral-8x7b'"),
+        (("--shape", "mixtral-8x7b", "--top-k", "2"), "--shape cannot be combined with --model or with sizes"),
+        (("--shape", "mixtral-8x7b", "--model", "."), "--shape cannot be combined with --model or with sizes"),
+    ],
+)
+def test_shapes_that_are_asked_for_wrongly(call, words, message):
+    code, out, err = call(*ON_CPU, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_workloads_get_a_route_each(call):
     words = ("--workload", "prefill:4096", "--workload", "decode:128")
     code, out, _ = call(*ON_CPU, *words, "--json")

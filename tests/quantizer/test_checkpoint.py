@@ -143,7 +143,33 @@ def test_what_lies_in_the_folder_besides(tmp_path: Path) -> None:
     (source / "onnx").mkdir()
     quantize_checkpoint(source, tmp_path / "out", "w8a8_int8")
     copied = {"LICENSE", "modeling.py", "tokenizer.json"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*copied, "config.json", "model.safetensors"}
+    made = {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == copied | made
+
+
+@each_layout
+def test_the_card_is_of_the_model_that_was_written(scheme: str, ecosystem: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "a_model", one_by_one(expert_weights()))
+    inputs = _inputs(scheme)
+    written = quantize_checkpoint(source, tmp_path / "out", scheme, ecosystem=ecosystem, inputs=inputs)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith(f"# a_model, experts in {scheme}\n")
+    size = f"| {written.num_experts} experts | {written.expert_bytes_before:,} | {written.expert_bytes_after:,} |"
+    assert size in card
+    assert f"--scheme {scheme} --ecosystem {ecosystem}" in card
+    assert ("--calibrate FILE" in card) == bool(inputs and inputs.layers)
+    assert str(tmp_path) not in card
+    assert "BASE_README" not in card
+
+
+def test_the_card_of_the_model_before_lies_beside_the_new_one(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "a_model", one_by_one(expert_weights()))
+    (source / "README.md").write_text("perplexity 3")
+    quantize_checkpoint(source, tmp_path / "out", "w8a8_int8")
+    assert (tmp_path / "out" / "BASE_README.md").read_text() == "perplexity 3"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "perplexity 3" not in card
+    assert "[BASE_README.md](BASE_README.md)" in card
 
 
 @each_layout

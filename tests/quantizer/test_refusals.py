@@ -53,6 +53,14 @@ def test_input_x_output(tmp_path: Path) -> None:
     _refused(write_checkpoint(tmp_path / "source", turned), tmp_path / "out", WeightsError, "output x input")
 
 
+def test_rows_by_turns(tmp_path: Path) -> None:
+    tensors = fused(expert_weights())
+    tensors[f"{MODULE}.w13_weight"] = tensors.pop(f"{MODULE}.gate_up_proj")
+    tensors[f"{MODULE}.w2_weight"] = tensors.pop(f"{MODULE}.down_proj")
+    source = write_checkpoint(tmp_path / "source", tensors)
+    _refused(source, tmp_path / "out", WeightsError, r"w13_weight: its rows of gate and up lie by turns")
+
+
 def test_input_x_output_cannot_hide_behind_equal_sizes(tmp_path: Path) -> None:
     # 2I = H: one of the two tensors is square, the other shows how both lie.
     turned = {name: t.mT.contiguous() for name, t in fused(expert_weights(hidden=192, inner=96)).items()}

@@ -53,8 +53,9 @@ def test_warm_up_is_not_in_the_samples(clock):
 def test_median_and_spread_of_samples():
     timed = Timing((10.0, 11.0, 12.0, 13.0, 500.0), "wall")
     assert (timed.microseconds, timed.smallest) == (12.0, 10.0)
+    assert timed.quartiles == pytest.approx((11, 13))
     assert timed.spread == pytest.approx(2 / 12)
-    assert Timing((7.0,), "wall").spread == 0.0
+    assert (Timing((7.0,), "wall").quartiles, Timing((7.0,), "wall").spread) == ((7.0, 7.0), 0.0)
 
 
 def test_turns_alternate_between_those_that_are_timed(clock):
