@@ -48,27 +48,32 @@ help: ## List the targets.
 # --- install: each stamp stands for one step and is redone only when a file behind it changes ---
 
 $(STAMPS)/torch: constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch
+	@echo "making $(VENV) and installing torch, the largest download (some minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/core: pyproject.toml $(STAMPS)/torch
-	$(PIP_INSTALL) hatchling editables
-	$(PIP_LOCAL) --editable '.[bench,dev,transformers]'
+	@echo "installing moe-core, transformers and the tools of its tests (a minute or two) ..."
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_LOCAL) --editable '.[bench,dev,transformers]'
 	@touch $@
 
 $(STAMPS)/plugin-%: plugins/%/pyproject.toml $(STAMPS)/core
-	$(PIP_LOCAL) --editable plugins/$*
+	@echo "installing the plugin $* ..."
+	@$(PIP_LOCAL) --editable plugins/$*
 	@touch $@
 
 $(STAMPS)/transformers-%: $(STAMPS)/core
-	rm -rf $(VENV)/transformers-$*
-	$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
+	@echo "installing transformers $* beside the other one ..."
+	@rm -rf $(VENV)/transformers-$*
+	@$(PIP) --no-deps --target $(VENV)/transformers-$* transformers==$*
 	@touch $@
 
 # Where none can be had the tests put a stand-in there, and say so. A wheel for another Python does: only its Python files are loaded.
 $(STAMPS)/deepgemm-vendor: $(STAMPS)/plugin-cuda_deepgemm
-	rm -rf $(DEEPGEMM_DIR)
+	@echo "getting the vendors' DeepGEMM and DeepEP ..."
+	@rm -rf $(DEEPGEMM_DIR)
 	@for build in $(DEEPGEMM); do \
 	    folder=$(DEEPGEMM_DIR)/$${build%%=*}; \
 	    $(PIP) --no-deps --no-compile --only-binary :all: --python-version $(DEEPGEMM_PYTHON) --target $$folder $$build \
@@ -81,7 +86,8 @@ deepgemm-vendor: $(STAMPS)/deepgemm-vendor ## The vendors' DeepGEMM and DeepEP i
 
 # Where it cannot be had the tests use the schemas that the plugin ships, and say so.
 $(STAMPS)/ascend-vendor: $(STAMPS)/plugin-ascend_npu
-	rm -rf $(TORCH_NPU_DIR)
+	@echo "getting the vendor's torch_npu ..."
+	@rm -rf $(TORCH_NPU_DIR)
 	@if $(PIP) --no-deps --target $(TORCH_NPU_DIR) torch_npu==$(TORCH_NPU) \
 	    && $(BIN)/python -m moe_plugin_ascend.emulation $(TORCH_NPU_DIR); \
 	then touch $@; \
@@ -93,7 +99,8 @@ ascend-vendor: $(STAMPS)/ascend-vendor ## The vendor's torch_npu in .venv, for t
 
 # Where they cannot be had the tests use the signatures that the plugin ships, and say so.
 $(STAMPS)/flashinfer-vendor: $(STAMPS)/plugin-flashinfer_cutedsl
-	rm -rf $(FLASHINFER_DIR)
+	@echo "getting the vendor's FlashInfer ..."
+	@rm -rf $(FLASHINFER_DIR)
 	@if $(PIP) --no-deps --no-compile --target $(FLASHINFER_DIR) flashinfer-python==$(FLASHINFER); \
 	then touch $@; \
 	else rm -rf $(FLASHINFER_DIR); echo "flashinfer $(FLASHINFER) cannot be installed here: its signatures are not asked"; \

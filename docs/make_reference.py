@@ -1,16 +1,18 @@
-"""Write the reference pages for authors, docs/hooks.md and docs/capabilities.md, from docstrings."""
+"""Write the reference pages for authors, docs/hooks.md, docs/capabilities.md and docs/payloads.md, from docstrings."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import types
 from collections.abc import Iterable
 from pathlib import Path
 
-from moe_core import hookspecs
+from moe_core import hookspecs, payloads, vocabulary
 from moe_core.activation import ActivationPattern
 from moe_core.plugin_checks import HOOKS
-from moe_core.quant import QuantScheme
+from moe_core.quant import SCHEMES, QuantScheme
 from moe_core.specs import (
     BufferSize,
     DeviceGeneration,
@@ -36,6 +38,29 @@ DECLARATIONS = (
     Setting,
     BufferSize,
     DeviceGeneration,
+)
+PAYLOADS = (
+    payloads.RawWeights,
+    payloads.PreparedWeights,
+    payloads.PreparedTensor,
+    payloads.StandardTokens,
+    payloads.ContiguousTokens,
+    payloads.MaskedTokens,
+    payloads.DownGemmOverlap,
+    payloads.ExpertGroup,
+)
+#: What has no docstring of its own but a comment above it.
+FUNCTIONS = ("DispatchFn", "SendFn", "CombineFn", "ExpertsFn", "FusedFn", "ActivationFn", "PostNormFn")
+WORDS = (
+    "FORMATS",
+    "TOKEN_DTYPES",
+    "SCALE_LAYOUTS",
+    "PHASES",
+    "TIERS",
+    "TOKEN_PLACEMENTS",
+    "ID_SPACES",
+    "LIMIT_FIELDS",
+    "DEVICE_TYPES",
 )
 _WRITTEN = "Written by `python docs/make_reference.py` from docstrings; a test compares."
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warning|Example|Since): ?(.*)$")
@@ -63,6 +88,47 @@ def capabilities_page() -> str:
     parts = ["# Capabilities", _WRITTEN, introduction]
     for declaration in DECLARATIONS:
         parts += [f"## `{declaration.__name__}`", _text(inspect.getdoc(declaration) or "")]
+    parts += ["## Words", "What a field that is one of several words may say.", *map(_words, WORDS)]
+    parts += ["## Schemes with names", f"Constants of `moe_core.quant`, in capitals: {_listed(SCHEMES)}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _words(name: str) -> str:
+    comments = {word: note for word, note in re.findall(r'"(\w+)",  # (.*)', _source_of(vocabulary, name))}
+    words = getattr(vocabulary, name)
+    if not comments:
+        return f"**`{name}`** {_comment_above(vocabulary, name)}: {_listed(words)}."
+    listed = [f"* `{word}`{': ' if word in comments else ''}{comments.get(word, '')}" for word in words]
+    return f"**`{name}`** {_comment_above(vocabulary, name)}:\n\n" + "\n".join(listed)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _source_of(module: types.ModuleType, name: str) -> str:
+    """An assignment of a module, to its end."""
+    text = inspect.getsource(module).partition(f"\n{name}")[2]
+    end = re.search(r"\n(?=[^\s)])", text)
+    return text[: end.start()] if end else text
+
+
+def _comment_above(module: types.ModuleType, name: str) -> str:
+    """The lines `#: ...` above an assignment, as one text without its full stop."""
+    before = inspect.getsource(module).partition(f"\n{name}")[0].splitlines()
+    lines = list(itertools.takewhile(lambda line: line.startswith("#:"), reversed(before)))
+    text = " ".join(line.removeprefix("#: ") for line in reversed(lines)).rstrip(".")
+    return f"({text[:1].lower()}{text[1:]})"
+
+
+def payloads_page() -> str:
+    """Every object that holds tensors, and every function that is bound."""
+    introduction = (inspect.getdoc(payloads) or "").partition("\n\n")[2]
+    parts = ["# Payloads", _WRITTEN, "Classes of `moe_core.payloads`. " + introduction, "## What is bound"]
+    weights = f"Names of canonical tensors: {_listed(payloads.WEIGHT_NAMES)}."
+    parts += ["\n".join(f"* `{name}`: {_comment_above(payloads, name)[1:-1]}." for name in FUNCTIONS), weights]
+    for payload in PAYLOADS:
+        parts += [f"## `{payload.__name__}`", _text(inspect.getdoc(payload) or "")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -103,7 +169,7 @@ def _single_blanks(lines: Iterable[str]) -> list[str]:
     return kept
 
 
-PAGES = {"hooks.md": hooks_page, "capabilities.md": capabilities_page}
+PAGES = {"hooks.md": hooks_page, "capabilities.md": capabilities_page, "payloads.md": payloads_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from moe_core.agreement import Compared, check_agreement, check_token_scale, telling
-from moe_core.errors import InputError, MoeCoreError, PluginError
+from moe_core.errors import InputError, MoeCoreError, PluginError, told
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
 from moe_core.manager import BackendManager
@@ -95,13 +95,13 @@ class BoundExperts:
         """
         self.plan, self.weights = plan, weights
         self.callables = weights.activation, weights.post_norm
-        group = group or ExpertGroup()
         self._device = next(iter(weights.tensors.values())).data.device
+        group = attrs.evolve(group or ExpertGroup(), device=self._device)
         check_agreement(plan, group, self._device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
         self._table = RouteTable.of(plan)
-        self._slots = slot_map(plan.request)
+        self._slots = slot_map(plan.request, self._device)
         request = plan.request
         self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
 
@@ -206,8 +206,10 @@ def _bind(
         functions = tuple(getattr(importlib.import_module(module), name)(*arguments))
     except MoeCoreError:
         raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{where}: {type(error).__name__}: {error}; expected (dispatch, combine)") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginError(f"{where}: {told(error)}; expected (dispatch, combine)") from error
     if len(functions) not in (2, 3) or not all(map(callable, functions)):
         found = ", ".join(type(function).__name__ for function in functions)
         raise PluginError(f"{where}: expected (dispatch, combine), perhaps with send, got ({found})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import io
 import time
@@ -13,13 +14,21 @@ from contextvars import ContextVar
 
 import attrs
 
-from moe_core.errors import PluginError, UnknownNameError
+from moe_core.errors import PluginError, UnknownNameError, harmless, told
 from moe_core.hookspecs import ENTRY_POINT_GROUP
+
+#: Letters of what metadata says that are kept.
+_MOST_SAID = 200
+
+
+def _said(text: str) -> str:
+    """An attrs converter: whoever packs a distribution may write anything into its metadata."""
+    return harmless(text, _MOST_SAID)
 
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """An entry point, known from metadata alone.
+    """An entry point, known from metadata alone; its texts are such that a terminal can show them.
 
     Attributes:
         name: The plugin's name.
@@ -30,11 +39,11 @@ class Found:
         location: Where its metadata lies.
     """
 
-    name: str
+    name: str = attrs.field(converter=_said)
     load: Callable[[], object] = attrs.field(eq=False, repr=False)
-    value: str = ""
-    distribution: str = ""
-    version: str = ""
+    value: str = attrs.field(default="", converter=_said)
+    distribution: str = attrs.field(default="", converter=_said)
+    version: str = attrs.field(default="", converter=_said)
     location: str = ""
 
     def __str__(self) -> str:
@@ -70,11 +79,12 @@ class Failed:
     @classmethod
     def because(cls, found: Found, stage: str, error: BaseException) -> Failed:
         """From an exception that is being handled."""
-        return cls(found=found, stage=stage, error=error, traceback="".join(traceback.format_exception(error)))
+        lines = traceback.format_exception(error)
+        return cls(found=found, stage=stage, error=error, traceback=harmless("".join(lines)))
 
     def __str__(self) -> str:
         """One line: class and text of the error."""
-        return f"{type(self.error).__name__}: {self.error}"
+        return " ".join(told(self.error).split())
 
 
 #: A plugin module needs neither torch nor a kernel library; one that takes longer to import is noticed.
@@ -146,12 +156,18 @@ def _found(entry_point: importlib.metadata.EntryPoint) -> Found:
     name, version = _name_and_version(distribution) if distribution else ("", "")
     return Found(
         name=entry_point.name,
-        load=entry_point.load,
+        load=functools.partial(_module_of, entry_point),
         value=entry_point.value,
         distribution=name,
         version=version,
         location=str(getattr(distribution, "_path", "")) if distribution else "",
     )
+
+
+def _module_of(entry_point: importlib.metadata.EntryPoint) -> object:
+    if entry_point.pattern.match(entry_point.value) is None:
+        raise PluginError(f"the entry point names {entry_point.value!r}, expected a module: 'package.module'")
+    return entry_point.load()
 
 
 def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
@@ -165,24 +181,36 @@ def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[st
 
 
 def load(found: Found) -> Loaded | Failed:
-    """Import one plugin; whatever it raises, `sys.exit` included, is its own failure and nobody else's.
-
-    What it prints does not reach stdout, where a command may be writing a document; a warning says so, and another one
-    names a plugin whose import takes longer than `SLOW_SECONDS`.
-    """
-    printed, start = io.StringIO(), time.perf_counter()
+    """Import one plugin; whatever it raises but `KeyboardInterrupt` is its own failure and nobody else's."""
     try:
-        with contextlib.redirect_stdout(printed):
+        with watched(found, "importing"):
             module = found.load()
-        _warn_of(found, time.perf_counter() - start, printed.getvalue())
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return Failed.because(found, "load", error)
     return Loaded(found=found, module=module)
 
 
-def _warn_of(found: Found, seconds: float, printed: str) -> None:
-    if seconds > SLOW_SECONDS:
-        text = f"importing plugin {found} took {seconds:.1f} s; everything heavy belongs inside its hooks"
-        warnings.warn(text, stacklevel=3)
-    if printed:
-        warnings.warn(f"plugin {found} printed on import: {printed[:_SHOWN]!r}", stacklevel=3)
+@contextlib.contextmanager
+def watched(found: Found, doing: str) -> Iterator[None]:
+    """Around what a plugin does while commands start.
+
+    What it prints does not reach stdout, where a command may be writing a document; a warning says so. Nothing stops
+    it, however long it takes: another warning names it if that is longer than `SLOW_SECONDS`, interrupted or not.
+
+    Args:
+        found: The plugin.
+        doing: What is done, for the warnings: `importing`.
+    """
+    printed, start = io.StringIO(), time.perf_counter()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        seconds = time.perf_counter() - start
+        if seconds > SLOW_SECONDS:
+            text = f"{doing} plugin {found} took {seconds:.1f} s; everything heavy belongs inside its other hooks"
+            warnings.warn(text, stacklevel=4)
+        if not printed.closed and printed.getvalue():
+            warnings.warn(f"{doing} plugin {found} printed {printed.getvalue()[:_SHOWN]!r}", stacklevel=4)

@@ -1,17 +1,12 @@
 """What a machine is: probed, made by hand, read from JSON, or a named preset.
 
-`probe_environment` is the one function of the core that may look at the machine. Everything else takes an
+`probe_environment` is the one function of the core that asks a machine for its devices. Everything else takes an
 `Environment`, so that a laptop can answer for an H100.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
 import os
-import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from moe_core.errors import SpecError, UnknownNameError
+from moe_core.installed import installed_packages, programs_found, variables_set
 from moe_core.json_files import kind_of, read_json, shown
-from moe_core.vocabulary import DEVICE_TYPES, as_sorted_tuple, instance_of, is_arch, one_of
+from moe_core.vocabulary import as_sorted_tuple, instance_of, is_arch, is_device_type
 
 if TYPE_CHECKING:
     from moe_core.requirement import Program
@@ -60,7 +56,7 @@ class Environment:
     """One machine, as far as backends care.
 
     Attributes:
-        device_type: One of `DEVICE_TYPES`.
+        device_type: As torch calls it: one of `DEVICE_TYPES`, or one that a plugin names; choosing checks that.
         arch: Device generation: `sm90`, `a3`; "" where the device type has none.
         device_name: For people.
         driver: Driver or toolkit version, for bug reports.
@@ -72,7 +68,7 @@ class Environment:
         source: How this description came about: `probed`, `preset h100`, a file name, or `by hand`.
     """
 
-    device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
+    device_type: str = attrs.field(validator=is_device_type)
     arch: str = attrs.field(default="", validator=is_arch)
     device_name: str = attrs.field(default="", validator=instance_of(str))
     driver: str = attrs.field(default="", validator=instance_of(str))
@@ -213,63 +209,6 @@ def load_environment(name: str) -> Environment:
     return Environment.from_json(printed, source=name)
 
 
-@functools.lru_cache(maxsize=1)
-def _distributions_by_module(installed: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
-
-
-def _installation_state() -> tuple[tuple[str, int], ...]:
-    """Changes when something is installed, so that no list outlives an installation."""
-    folders = [folder for folder in sys.path if os.path.isdir(folder)]
-    return tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
-
-
-def installed_version(module: str) -> str | None:
-    """Version of an import name from metadata alone: "" if it has none, None if it is not installed.
-
-    The module is looked for, never imported: an import may fail, print, or initialise a device.
-    """
-    try:
-        spec = importlib.util.find_spec(module)
-    except ValueError:
-        # Imported already, by something that gave it no spec.
-        return "" if module in sys.modules else None
-    if spec is None:
-        return None
-    for distribution in sorted(_distributions_by_module(_installation_state()).get(module, ())):
-        return importlib.metadata.version(distribution)
-    # A mere folder of that name on the path counts as a namespace package for Python, but not for us.
-    return None if spec.origin is None else ""
-
-
-def installed_packages(modules: Iterable[str]) -> dict[str, str]:
-    """Import name -> version of those of `modules` that are installed."""
-    versions = {module: installed_version(module) for module in modules}
-    return {module: version for module, version in versions.items() if version is not None}
-
-
-def variables_set(names: Iterable[str]) -> dict[str, str]:
-    """Name -> value of those environment variables of this process that are set."""
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def program_path(program: Program) -> str:
-    """Where a program is on this machine, "" if it is in none of its places."""
-    toolkit = next(filter(None, map(os.environ.get, program.folders)), "")
-    if not toolkit and (found := shutil.which(program.name)):
-        return found
-    path = Path(toolkit or program.default, "bin", program.name)
-    return str(path) if (toolkit or program.default) and path.is_file() else ""
-
-
-def programs_found(programs: Iterable[Program]) -> dict[str, str]:
-    """Name -> path of each program, "" if it is nowhere; looked for in several ways, one of them suffices."""
-    found: dict[str, str] = {}
-    for program in programs:
-        found[program.name] = found.get(program.name) or program_path(program)
-    return found
-
-
 def unprobed_environment(
     modules: Iterable[str] = (), variables: Iterable[str] = (), programs: Iterable[Program] = ()
 ) -> Environment:
@@ -299,6 +238,17 @@ def _cpu_name() -> str:
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(names, "")
     return f"{name}, {len(os.sched_getaffinity(0))} CPUs" if name else "cpu"
+
+
+def _device_name(device_type: str) -> str:
+    """As its module in torch calls it; not every device type has one that can."""
+    import torch
+
+    try:
+        module = torch.get_device_module(device_type)
+    except RuntimeError:
+        return device_type
+    return str(getattr(module, "get_device_name", lambda: device_type)())
 
 
 def probe_environment(
@@ -339,8 +289,7 @@ def probe_environment(
         return attrs.evolve(described, device_name=_cpu_name())
     if device == "meta":
         return described
-    # Not every device type's module can name its device.
-    name = getattr(torch.get_device_module(device), "get_device_name", lambda: device)()
+    name = _device_name(device)
     described = attrs.evolve(described, device_name=name, arch=generation_of(device, name, generations))
     if device != "cuda":
         return described

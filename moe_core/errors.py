@@ -25,6 +25,26 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else "no message"
 
 
+def harmless(text: str, most: int = 0) -> str:
+    """A text of several lines without control characters, which Python's escapes stand for; shortened to `most`."""
+    text = f"{text[:most]}..." if 0 < most < len(text) else text
+    letters = (letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    return text if text.isprintable() else "".join(letters)
+
+
+#: Letters of a foreign error that are told; a traceback has all.
+_MOST_TOLD = 1000
+
+
+def told(error: BaseException) -> str:
+    """`Class: text` of a foreign error without control characters, also where its text cannot be read."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {harmless(text.strip(), _MOST_TOLD)}"
+
+
 def some_of(names: Iterable[object], most: int = 12) -> str:
     """`a, b, c`, of more than `most` the first and their number: a model has tens of thousands of names."""
     listed = [str(name) for name in names]

@@ -16,6 +16,11 @@ from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
 from moe_core.vocabulary import ANY
 
+#: Most schemes that a reason lists.
+_FEW_SCHEMES = 5
+#: What the schemes with names are for a layer.
+_KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
+
 
 def spec_reasons(
     declared: DeclaredDispatcher | DeclaredRunner,
@@ -53,12 +58,6 @@ def machine_reasons(
         *_device_reasons(spec, environment),
         *_setting_reasons(spec, environment),
     )
-
-
-#: Most schemes that a reason lists.
-_FEW_SCHEMES = 5
-#: What the schemes with names are for a layer.
-_KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
 
 
 def pair_reasons(candidate: Candidate, request: LayerRequest) -> tuple[Reason, ...]:
@@ -171,27 +170,19 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator
 @functools.lru_cache(maxsize=1024)
 def _scheme_reason(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> Reason | None:
     """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
-    if any(_allows(pattern, quant) for pattern in patterns):
+    if any(quant.matches(pattern) for pattern in patterns):
         return None
     return Reason("scheme", _nearest(patterns, quant), str(quant))
 
 
 def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
     """The schemes to name: all of a few, of many those that have names and differ least from what is asked."""
-
-    def distance(scheme: LayerQuant) -> int:
-        return quant.w13.distance(scheme.w13) + quant.w2.distance(scheme.w2)
-
-    named = [known for known in _KNOWN if any(_allows(pattern, known) for pattern in patterns)]
-    unnamed = [pattern for pattern in patterns if not any(_allows(pattern, known) for known in named)]
-    names = [str(scheme) for schemes in (named, unnamed) for scheme in sorted(schemes, key=distance)]
+    named = [known for known in _KNOWN if any(known.matches(pattern) for pattern in patterns)]
+    unnamed = [pattern for pattern in patterns if not any(known.matches(pattern) for known in named)]
+    names = [str(scheme) for schemes in (named, unnamed) for scheme in sorted(schemes, key=quant.distance)]
     if len(names) <= _FEW_SCHEMES:
         return " or ".join(names)
     return f"one of {some_of(names, _FEW_SCHEMES)}"
-
-
-def _allows(pattern: LayerQuant, quant: LayerQuant) -> bool:
-    return quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2)
 
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:

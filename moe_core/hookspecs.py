@@ -1,10 +1,11 @@
 """The hooks: the whole surface between the core and a plugin, and the manual of it.
 
 A plugin is a module that an entry point of group `moe_core.backends` names. It declares what it can do, and
-implements what it declared with functions marked `@hookimpl`. Three rules hold for every hook:
+implements what it declared with functions marked `@hookimpl`. Four rules hold for every hook:
 
 * the core asks one plugin at a time and names it in every error, so nothing depends on registration order;
 * arguments are matched by name; an implementation may leave out those it does not need and gives no defaults;
+* a hook is a plain function that returns its answer: no wrapper, no generator, not async;
 * importing the plugin module needs neither torch nor the kernel library: import them inside the functions, names for
   annotations under `TYPE_CHECKING`, and begin with `from __future__ import annotations`, so that none is evaluated.
 """
@@ -36,11 +37,12 @@ def declare_backends() -> PluginSpec:  # type: ignore[empty-body]
 
     Called once, right after the plugin was loaded, on every machine where it is installed: also where its
     kernel library, its device or torch is missing. Each plugin is asked by itself; raising (or exiting) makes
-    this plugin `failed` and touches no other.
+    this plugin `failed` and touches no other. Nothing stops a plugin that waits: ask no device and no network. What
+    it prints becomes a warning, and so does an import or a declaration that takes more than two seconds.
 
     Returns:
         A `PluginSpec` whose `name` is the entry point's and whose `hook_api` is the literal number of the
-        interface that the plugin was written for.
+        interface that the plugin was written for. It and its parts are of the plain types, not of subclasses.
 
     Example:
         >>> from moe_core.activation import ActivationPattern

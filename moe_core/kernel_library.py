@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from moe_core.environment import installed_version
 from moe_core.errors import PluginError
+from moe_core.installed import installed_version
 from moe_core.requirement import Requirement
 
 

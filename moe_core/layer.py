@@ -157,15 +157,15 @@ class MoELayer(torch.nn.Module):
         """Run the experts; arguments, result and errors as `BoundExperts.__call__`.
 
         Raises:
-            WeightsError: Nothing was loaded yet, or the last reload failed midway.
+            WeightsError: Nothing was loaded yet, or the last reload failed midway or still runs in another thread.
         """
         bound = self._bound
         if bound is None:
             raise WeightsError(
                 "this layer has no weights yet; call load_weights first"
                 if self._loaded is None
-                else "the last reload of this layer failed and its weights may be partly overwritten; "
-                "call load_weights again with all of them"
+                else "the last reload of this layer failed or is not over, and its weights may be partly overwritten; "
+                "wait for it, or call load_weights again with all of them"
             )
         return bound(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 from moe_core.errors import PluginError
 
+if TYPE_CHECKING:
+    from moe_core.payloads import ExpertsFn, PreparedWeights, RawWeights
+    from moe_core.plan import MoEPlan, Route
 
-def layout_module(layouts: Mapping[str, str], layout: str) -> Any:
+
+class LayoutModule(Protocol):
+    """What such a module has: the two hooks about weights, for the plans with its layout."""
+
+    def prepare(self, plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
+        """As `process_weights_after_loading`."""
+
+    def bind(self, plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
+        """As `fused_experts`, for a route that has a dispatcher."""
+
+
+def layout_module(layouts: Mapping[str, str], layout: str) -> LayoutModule:
     """The module that prepares weights in a layout and binds experts to them.
 
     Args:
@@ -21,4 +35,4 @@ def layout_module(layouts: Mapping[str, str], layout: str) -> Any:
     """
     if layout not in layouts:
         raise PluginError(f"this plugin makes the weight layouts {', '.join(layouts)}; the plan asks for {layout!r}")
-    return importlib.import_module(layouts[layout])
+    return cast(LayoutModule, importlib.import_module(layouts[layout]))

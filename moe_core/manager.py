@@ -11,7 +11,7 @@ import attrs
 
 from moe_core.declared import Candidate
 from moe_core.discovery import find
-from moe_core.errors import MoeCoreError, PluginError
+from moe_core.errors import MoeCoreError, PluginError, told
 from moe_core.registry import PluginRegistry
 from moe_core.request import LayerRequest
 from moe_core.specs import DispatcherSpec, RunnerSpec, TokenDtype
@@ -133,7 +133,11 @@ class BackendManager(PluginRegistry):
     def bind_experts(
         self, plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup
     ) -> ExpertsFn | FusedFn:
-        """The route's experts function from its runner's plugin."""
+        """The route's experts function from its runner's plugin.
+
+        Raises:
+            PluginError: The weights have another layout than the runner reads; its plugin fails, or gives no function.
+        """
         name = route.runner.plugin
         if weights.layout != route.runner.spec.weight_layout:
             raise PluginError(
@@ -160,8 +164,10 @@ class BackendManager(PluginRegistry):
         except MoeCoreError as error:
             error.add_note(f"raised by plugin {self._found[plugin]}, hook {hook}")
             raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {type(error).__name__}: {error}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {told(error)}") from error
 
     def _refuse(self, plugin: str, hook: str, problem: str) -> NoReturn:
         raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {problem}")

@@ -48,14 +48,14 @@ class Measurement:
     source: str = attrs.field(validator=instance_of(str))
 
 
-class Found(NamedTuple):
+class MeasuredTime(NamedTuple):
     """A measured time that speaks for a token count: of how many tokens it is, and where it is from."""
 
     microseconds: float
     num_tokens: int
     provenance: str
 
-    def is_comparable(self, other: Found) -> bool:
+    def is_comparable(self, other: MeasuredTime) -> bool:
         """Whether the two are of about as many tokens: times that are not cannot tell which combination is faster."""
         return max(self.num_tokens, other.num_tokens) <= COMPARABLE * min(self.num_tokens, other.num_tokens)
 
@@ -101,7 +101,7 @@ class MeasurementTable:
 
     def lookup(
         self, request: LayerRequest, environment: Environment, candidates: Iterable[Candidate], num_tokens: int | None
-    ) -> list[Found | None]:
+    ) -> list[MeasuredTime | None]:
         """For each candidate the row that speaks for a token count, or None where there is none.
 
         Nearest means the measured token count closest by ratio. Counts outside the measured range have none, but for
@@ -129,7 +129,7 @@ class MeasurementTable:
         return (*self.origins, f"this layer was not measured: {shape_key(request)}") if self.rows else self.origins
 
 
-def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: int) -> Found | None:
+def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: int) -> MeasuredTime | None:
     counts = [row.num_tokens for row in rows]
     if not counts or num_tokens < min(counts):
         return None
@@ -143,4 +143,4 @@ def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: in
     row = min(rows, key=nearness)
     is_exact = row.num_tokens == num_tokens
     kind = f"exact, T={num_tokens}" if is_exact else f"nearest, T={row.num_tokens} for {num_tokens}"
-    return Found(row.microseconds, row.num_tokens, f"measured {row.microseconds:g} us ({kind}; {row.source})")
+    return MeasuredTime(row.microseconds, row.num_tokens, f"measured {row.microseconds:g} us ({kind}; {row.source})")

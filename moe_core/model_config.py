@@ -227,7 +227,7 @@ def _activation(text: Mapping[str, Any]) -> ActivationSpec:
     if family in _GATE_NOT_READ:
         raise SpecError(f"model type {family!r}: its gate cannot be read from the configuration; give sizes by hand")
     if family in _CLAMPED_OAI:
-        said = {field: _number(text, f"swiglu_{field}", None) for field in ("alpha", "limit")}
+        said = {field: _number(text, f"swiglu_{field}") for field in ("alpha", "limit")}
         numbers: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
         return attrs.evolve(SWIGLU_OAI, row_order=_CLAMPED_OAI[family], **numbers)
     if family in _ALWAYS_SILU:
@@ -240,11 +240,11 @@ def _activation(text: Mapping[str, Any]) -> ActivationSpec:
     clamp = {key: value for key, value in text.items() if key.startswith("swiglu_") and value is not None}
     if clamp and (family not in _CLAMPED_SILU or set(clamp) != {"swiglu_limit"}):
         raise SpecError(f"model type {family!r}: it is not known what {', '.join(clamp)} mean here")
-    return ActivationSpec(kind=_KINDS[name], gated=family not in _NOT_GATED, limit=_number(clamp, "swiglu_limit", None))
+    return ActivationSpec(kind=_KINDS[name], gated=family not in _NOT_GATED, limit=_number(text, "swiglu_limit"))
 
 
-def _number(text: Mapping[str, Any], name: str, default: float | None) -> float | None:
+def _number(text: Mapping[str, Any], name: str) -> float | None:
     value = text.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
         raise SpecError(f"model type {model_type(text)!r}: expected {name} to be a number, got {shown(value)}")
-    return default if value is None else value
+    return value

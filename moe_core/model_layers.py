@@ -95,7 +95,11 @@ def _of_family(table: Mapping[str, tuple[str, ...]], text: Mapping[str, Any]) ->
 
 
 def moe_layers(text: Mapping[str, Any]) -> Sequence[int]:
-    """Indices of the layers with experts: those that a list names, else all that the rules let pass."""
+    """Indices of the layers with experts: those that a list names, else all that the rules let pass.
+
+    Raises:
+        SpecError: A key holds something else than its rule expects, or the number of layers is missing.
+    """
     where = f"model type {model_type(text)!r}"
     if (listed := text.get("moe_layers")) is not None:
         if not isinstance(listed, list) or not all(type(layer) is int and layer >= 0 for layer in listed):

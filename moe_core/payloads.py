@@ -101,18 +101,22 @@ class MaskedTokens:
 
 
 Dispatched: TypeAlias = StandardTokens | ContiguousTokens | MaskedTokens
-#: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; the handle goes to the combine of this dispatch.
+#: `(hidden_states, topk_ids, topk_weights) -> (dispatched, handle)`; inputs have any strides and stay as they are; the
+#: handle goes to the combine of this dispatch, which a layer calls before it dispatches again.
 #: The ids are slots: expert-parallel rank r owns those of `LayerRequest.local_slots(r)`, whatever the placement.
 DispatchFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Dispatched, Any]]
 #: The first half of a dispatch, for a forward that has something to do meanwhile: arguments and handle as in
 #: `DispatchFn`, but in place of the tokens a function that waits for them, to be called once.
 SendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Callable[[], Dispatched], Any]]
-#: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype; takes all that an `ExpertsFn` may give.
+#: `(rows, handle) -> hidden_states [T, H]` in the layer's dtype, contiguous and nobody else's memory; takes all that an
+#: `ExpertsFn` may give.
 CombineFn: TypeAlias = Callable[[Tensor, Any], Tensor]
 #: `dispatched -> rows`: `[T, H]` (standard, weighted and summed), `[R, H]` or `[L, M, H]` (unweighted), in the layer's
-#: dtype; unweighted rows of an fp16 layer may be fp32 too, since they may exceed its largest number.
-ExpertsFn: TypeAlias = Callable[[Dispatched], Tensor]
-#: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`; ids as in `DispatchFn`.
+#: dtype; unweighted rows have any strides, and may be fp32 in an fp16 layer, as they may exceed its largest number. It
+#: is given the one of `Dispatched` that is its spec's format and may be written for that alone, hence `Any`.
+ExpertsFn: TypeAlias = Callable[[Any], Tensor]
+#: A fused route: `(hidden_states, topk_ids, topk_weights) -> hidden_states`; inputs as in `DispatchFn`, output as in
+#: `CombineFn`.
 FusedFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -124,11 +128,14 @@ class ExpertGroup:
         rank: 0 .. size - 1.
         size: Expert-parallel ranks.
         process_group: The `torch.distributed` group; None where nothing is sent (one rank, or replicated tokens).
+        device: Where the layer's weights lie and its tokens will come. The core says it to who is bound, whatever
+            was given, so that what a forward reads can be there before it; None for the CPU.
     """
 
     rank: int = 0
     size: int = 1
     process_group: torch.distributed.ProcessGroup | None = None
+    device: torch.device | None = None
 
     def require_process_group(self, user: str) -> torch.distributed.ProcessGroup:
         """The group to send through; `InputError` where there is none, which names `user` as who needs it."""

@@ -55,7 +55,11 @@ class ExpertPlacement:
         return len(self.experts) if self.kind == "map" else num_experts
 
     def local_slots(self, num_experts: int, ep_size: int, rank: int) -> range:
-        """The slots of `rank`: as many for each, one more for the first ranks where they do not divide."""
+        """The slots of `rank`: as many for each, one more for the first ranks where they do not divide.
+
+        Raises:
+            SpecError: `rank` is not in `0 .. ep_size - 1`.
+        """
         if not 0 <= rank < ep_size:
             raise SpecError(f"ExpertPlacement: rank {rank} is not in 0..{ep_size - 1}")
         base, extra = divmod(self.num_slots(num_experts), ep_size)
@@ -63,7 +67,11 @@ class ExpertPlacement:
         return range(start, start + base + (rank < extra))
 
     def local_experts(self, num_experts: int, ep_size: int, rank: int) -> tuple[int, ...]:
-        """The experts that `rank` holds, in the order of its slots, which is that of its weight rows."""
+        """The experts that `rank` holds, in the order of its slots, which is that of its weight rows.
+
+        Raises:
+            SpecError: As `local_slots`.
+        """
         slots = self.local_slots(num_experts, ep_size, rank)
         if self.kind == "round_robin":
             return tuple(range(rank, num_experts, ep_size))

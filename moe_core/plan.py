@@ -12,7 +12,7 @@ from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.errors import InputError
 from moe_core.request import LayerRequest
 from moe_core.specs import TokenDtype
-from moe_core.vocabulary import ANY, as_tuple, tuple_of
+from moe_core.vocabulary import ANY, PHASES, as_tuple, tuple_of
 
 
 @attrs.frozen(kw_only=True)
@@ -139,11 +139,13 @@ class RouteTable:
             InputError: The phase has no route, a multi-rank plan of several phases was not told which, or there are
                 more tokens than any route takes.
         """
-        if phase is not None and self.phases and phase not in self.phases:
-            raise InputError(f"no route for phase {phase!r}; this layer has {', '.join(self.phases)}")
+        # A layer without phases accepts any phase that exists; a misspelt one is an error there too.
+        phases = self.phases or PHASES
+        if phase is not None and phase not in phases:
+            raise InputError(f"no route for phase {phase!r}; this layer has {', '.join(phases)}")
         if phase is None and self.needs_phase:
-            phases = ", ".join(self.phases)
-            raise InputError(f"this layer has routes for {phases}: say which with phase=; token counts differ by rank")
+            names = ", ".join(phases)
+            raise InputError(f"this layer has routes for {names}: say which with phase=; token counts differ by rank")
         steps = self.steps[phase if self.phases else None]
         for limit, index in steps:
             if num_tokens <= limit:

@@ -14,14 +14,15 @@ import attrs
 import pluggy
 
 from moe_core import hookspecs
-from moe_core.discovery import Failed, Found, being_loaded, load
+from moe_core.discovery import Failed, Found, being_loaded, load, watched
 from moe_core.environment import Environment, probe_environment
-from moe_core.errors import PluginConflictError, PluginError, UnknownNameError
+from moe_core.errors import PluginConflictError, PluginError, UnknownNameError, told
 from moe_core.findings import PluginReport
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
 from moe_core.requirement import Program
 from moe_core.specs import DeviceGeneration, DispatcherSpec, PluginSpec, RunnerSpec
+from moe_core.vocabulary import DEVICE_TYPES
 
 
 class PluginRegistry:
@@ -88,14 +89,15 @@ class PluginRegistry:
             raise PluginConflictError(f"plugin {origin} is already registered as {known_as!r}; one module has one name")
         try:
             implementations = self._register_hooks(name, module)
-            spec = read_declaration(name, implementations)
+            with watched(origin, "reading the declaration of"):
+                spec = read_declaration(name, implementations)
         except BaseException as error:
             # Interrupts pass, but leave nothing behind; pluggy 1.6 keeps a plugin whose validation failed.
             if self._pluggy.get_plugin(name) is not None:
                 self._pluggy.unregister(name=name)
-            if not isinstance(error, (Exception, SystemExit)):
+            if isinstance(error, KeyboardInterrupt):
                 raise
-            raise PluginError(f"plugin {origin} was refused: {type(error).__name__}: {error}") from error
+            raise PluginError(f"plugin {origin} was refused: {told(error)}") from error
         self._found[name], self._specs[name], self._implementations[name] = origin, spec, implementations
         self._failed.pop(name, None)
 
@@ -150,6 +152,10 @@ class PluginRegistry:
             yield plugin
             yield from plugin.dispatchers
             yield from plugin.runners
+
+    def device_types(self) -> tuple[str, ...]:
+        """Device types that the core or any ready plugin knows."""
+        return (*DEVICE_TYPES, *sorted({device for plugin in self.specs() for device in plugin.device_types}))
 
     def generations(self) -> tuple[DeviceGeneration, ...]:
         """What the ready plugins know about names of devices."""

@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from moe_core.errors import SpecError
 from moe_core.setting import is_variable
-from moe_core.vocabulary import as_tuple, instance_of, is_name, tuple_of
+from moe_core.vocabulary import as_tuple, instance_of, is_line, is_name, tuple_of
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +30,7 @@ class Program:
     folders: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=is_variable)
     default: str = attrs.field(default="", validator=instance_of(str))
     unless: tuple[str, ...] = attrs.field(default=(), converter=as_tuple, validator=is_variable)
-    install: str = attrs.field(default="", validator=instance_of(str))
+    install: str = attrs.field(default="", validator=is_line)
 
     def is_needed(self, variables: Mapping[str, str]) -> bool:
         """Whether a process whose environment has these variables starts it."""
@@ -53,7 +53,7 @@ class Requirement:
     module: str = attrs.field(validator=is_name)
     minimum: str = attrs.field(default="", validator=instance_of(str))
     excluded: str = attrs.field(default="", validator=instance_of(str))
-    install: str = attrs.field(default="", validator=instance_of(str))
+    install: str = attrs.field(default="", validator=is_line)
     programs: tuple[Program, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Program))
 
     def __attrs_post_init__(self) -> None:

@@ -24,6 +24,7 @@ from moe_core.sharing import in_step
 from moe_core.specs import PluginSpec, Requirement
 from moe_core.stand_ins import notes_with
 from moe_core.token_ranges import lanes_of, ranges_of
+from moe_core.vocabulary import DEVICE_TYPES, require_word
 
 _Declared = DeclaredDispatcher | DeclaredRunner
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
@@ -54,7 +55,10 @@ def resolve(
     Raises:
         UnknownNameError: A pin, prefer or exclude names nothing that is declared.
         PluginConflictError: Two declarations have one name.
+        SpecError: The machine was described, with a device type that neither the core nor a plugin knows.
     """
+    plugins = tuple(plugins)
+    _check_device_type(plugins, environment)
     declared = _declared(plugins)
     check_names([d for d, _ in declared], request, reports)
     table = measurements or MeasurementTable()
@@ -78,6 +82,13 @@ def resolve(
         reasons=(reason,) if reason else (),
         error=str(reason) if reason else error,
     )
+
+
+def _check_device_type(plugins: Sequence[PluginSpec], environment: Environment) -> None:
+    """Raise `SpecError` for a misspelt device type; what torch says of a machine that it looked at is taken."""
+    known = (*DEVICE_TYPES, *(device for plugin in plugins for device in plugin.device_types))
+    if environment.source != "probed":
+        require_word(environment.device_type, known, f"environment {environment.source}, field 'device_type'")
 
 
 def _with_stand_in(decision: WorkloadDecision) -> WorkloadDecision:

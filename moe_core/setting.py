@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.vocabulary import LIMIT_FIELDS, as_tuple, at_least, instance_of, require_word
+from moe_core.vocabulary import LIMIT_FIELDS, as_tuple, at_least, instance_of, is_line, require_word
 
 #: What is needed, and what was found instead.
 Fault: TypeAlias = tuple[str, str]
@@ -50,7 +50,7 @@ class Setting:
 
     values: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(converter=_pairs)
     holds: bool = attrs.field(default=True, validator=instance_of(bool))
-    hint: str = attrs.field(default="", validator=instance_of(str))
+    hint: str = attrs.field(default="", validator=is_line)
 
     @values.validator
     def _check_values(self, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -104,7 +104,7 @@ class BufferSize:
     default: int = attrs.field(validator=at_least(0))
     unit: int = attrs.field(validator=at_least(1))
     bytes_needed: tuple[tuple[int, tuple[str, ...]], ...] = attrs.field(converter=_pairs)
-    hint: str = attrs.field(default="", validator=instance_of(str))
+    hint: str = attrs.field(default="", validator=is_line)
 
     @bytes_needed.validator
     def _check_terms(self, attribute: attrs.Attribute[Any], value: Any) -> None:

@@ -37,6 +37,8 @@ from moe_core.vocabulary import (
     each_one_of,
     instance_of,
     is_arch,
+    is_device_type,
+    is_line,
     is_name,
     one_of,
     tuple_of,
@@ -94,17 +96,17 @@ class Limit:
     field: str = attrs.field(validator=one_of(*LIMIT_FIELDS))
     relation: str = attrs.field(validator=one_of(*LIMIT_RELATIONS))
     value: int | tuple[int, ...]
-    hint: str = ""
+    hint: str = attrs.field(default="", validator=is_line)
 
     def __attrs_post_init__(self) -> None:
-        """`in` takes a tuple of ints, everything else an int; no multiple of zero."""
+        """`in` takes a tuple of ints, everything else an int; sizes are at least 1."""
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         is_int = all(type(value) is int for value in values)
         if not is_int or isinstance(self.value, tuple) != (self.relation == "in"):
             wanted = "a tuple of ints" if self.relation == "in" else "an int"
             raise SpecError(f"Limit {self.field} {self.relation}: expected {wanted}, got {self.value!r}")
-        if self.relation == "multiple_of" and min(values) < 1:
-            raise SpecError(f"Limit {self.field} multiple_of: expected an int >= 1, got {self.value!r}")
+        if min(values, default=0) < 1:
+            raise SpecError(f"Limit {self.field} {self.relation}: expected sizes >= 1, got {self.value!r}")
 
     def allows(self, size: int) -> bool:
         """Whether `size` keeps the limit."""
@@ -138,7 +140,7 @@ class _Part:
 
     name: str = attrs.field(validator=is_name)
     devices: tuple[str, ...] = attrs.field(
-        default=(ANY,), converter=as_sorted_tuple, validator=[each_one_of(*DEVICE_TYPES, ANY), _not_empty]
+        default=(ANY,), converter=as_sorted_tuple, validator=[tuple_of(str), is_device_type, _not_empty]
     )
     archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
     weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
@@ -176,12 +178,13 @@ class DispatcherSpec(_Part):
         mode: Distinguishes specs of one name; full name `plugin:name.mode`.
         binder: `package.module:function`, imported when a route is bound; the function is
             `fn(plan, route, group) -> (dispatch, combine)` with the signatures of `payloads`, and a `SendFn` behind
-            them where tokens can be received later than they are sent. Where it sends tokens with a calibrated scale
+            them where tokens can be received later than they are sent. Tokens will come on `group.device`: what a
+            forward reads beside them belongs there from the start. Where it sends tokens with a calibrated scale
             (`TokenDtype.is_calibrated`) it is called `fn(plan, route, group, token_scale)`; see
             `PreparedWeights.token_scale`.
         format: Memory layout it writes.
         sends: What it can put on the wire, best first.
-        devices: Device types, or ("any",).
+        devices: Device types, or ("any",): those of `DEVICE_TYPES`, and those that the plugin names.
         archs: Explicit device generations (`sm90`, `a3`), empty for all of the device types; never a range.
         token_placements: Whether each rank brings its own tokens, or all of them (then the result is this rank's part
             of the sum); one rank alone fits both.
@@ -297,13 +300,13 @@ class DeviceGeneration:
     """How a device type calls the devices of one generation, where only its plugin knows.
 
     Attributes:
-        device_type: One of `DEVICE_TYPES`.
+        device_type: As in `DispatcherSpec.devices`.
         name_prefix: How torch's name of the device begins; the longest that fits counts.
         arch: The generation, as in `archs`.
     """
 
-    device_type: str = attrs.field(validator=one_of(*DEVICE_TYPES))
-    name_prefix: str = attrs.field(validator=instance_of(str))
+    device_type: str = attrs.field(validator=is_device_type)
+    name_prefix: str = attrs.field(validator=is_line)
     arch: str = attrs.field(validator=is_arch)
 
 
@@ -320,24 +323,39 @@ class PluginSpec:
             and itself stands in for none.
         requirements: Distributions that everything in this plugin needs.
         variables: Environment variables that its libraries read besides those of its parts: recorded with the machine.
+        device_types: Types of torch devices that it serves besides `DEVICE_TYPES`, as torch spells them: accelerators
+            that bring their own.
         generations: How to tell the generations of a device type whose torch does not say; CUDA's does.
     """
 
     name: str = attrs.field(validator=is_name)
     hook_api: int = attrs.field(validator=at_least(1))
-    description: str = ""
+    description: str = attrs.field(default="", validator=is_line)
     dispatchers: tuple[DispatcherSpec, ...] = attrs.field(
         default=(), converter=as_tuple, validator=tuple_of(DispatcherSpec)
     )
     runners: tuple[RunnerSpec, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(RunnerSpec))
     requirements: tuple[Requirement, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Requirement))
     variables: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=is_variable)
+    device_types: tuple[str, ...] = attrs.field(
+        default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_device_type]
+    )
     generations: tuple[DeviceGeneration, ...] = attrs.field(
         default=(), converter=as_tuple, validator=tuple_of(DeviceGeneration)
     )
 
     def __attrs_post_init__(self) -> None:
-        """Short names are unique per kind, and what stands in does so for a runner that is there."""
+        """Device types are known, short names unique, and what stands in does so for a runner that is there."""
+        known = (*DEVICE_TYPES, *self.device_types, ANY)
+        places = [(f"{type(part).__name__} {part.name!r}", part.devices) for part in (*self.dispatchers, *self.runners)]
+        places += [("DeviceGeneration", (generation.device_type,)) for generation in self.generations]
+        for place, devices in places:
+            for device in devices:
+                if device not in known:
+                    raise SpecError(
+                        f"{place}: device type {device!r} is not one of {', '.join(known)}; what else torch calls a "
+                        "device is named in PluginSpec.device_types"
+                    )
         for kind, specs in (("dispatcher", self.dispatchers), ("runner", self.runners)):
             names = [spec.short_name for spec in specs]
             repeated = sorted({name for name in names if names.count(name) > 1})

@@ -14,7 +14,7 @@ import attrs
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.findings import DtypeChoice, Ranked, WorkloadDecision
-from moe_core.measurements import MeasurementTable, is_saturated
+from moe_core.measurements import COMPARABLE, MeasurementTable, is_saturated
 from moe_core.ranking import by_tier, rank
 from moe_core.request import LayerRequest
 
@@ -49,6 +49,7 @@ def lanes_of(
                 workload=attrs.evolve(decision.workload, max_tokens=last),
                 ranked=rank(able, request, asked, environment, measurements),
                 min_tokens=first,
+                notes=(*decision.notes, *(_gap(counts, first) if first > decision.min_tokens else ())),
             )
         )
     return lanes or [decision]
@@ -77,8 +78,25 @@ def _last(count: int, following: int | None, request: LayerRequest) -> int | Non
     """The largest token count for which the measurements at `count` speak, None: any."""
     if following is None:
         return None if is_saturated(request, count) else count
+    return last_before(count, following)
+
+
+def last_before(count: int, following: int) -> int:
+    """The largest token count for which times at `count` speak, and no longer those at the `following` one."""
     # Where both are equally near by ratio, the larger one speaks.
     return math.isqrt(count * following - 1)
+
+
+def are_far(count: int, following: int) -> bool:
+    """Whether times that cross between two measured counts say little about where."""
+    return following > COMPARABLE * count
+
+
+def _gap(counts: list[int], first: int) -> Iterator[str]:
+    """What to know of a lane's beginning, if it lies between measured counts that are far from each other."""
+    before, after = [count for count in counts if count < first], [count for count in counts if count >= first]
+    if before and after and are_far(before[-1], after[0]):
+        yield f"{first} tokens are the middle by ratio of T={before[-1]} and {after[0]}; none between was measured"
 
 
 def _able(decision: WorkloadDecision, first: int, last: int | None) -> list[tuple[Candidate, DtypeChoice]]:

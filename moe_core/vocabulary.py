@@ -1,7 +1,7 @@
-"""The closed words of the project and the validators that keep value objects inside them.
+"""The closed words of the project and the validators that keep value objects inside them, by raising `SpecError`.
 
-Names of plugins, dispatchers and runners are open; everything in this file is closed, so that a typing
-error is an error and two plugins mean the same thing by the same word.
+Names of plugins, dispatchers and runners are open, and device types for who names them; everything else in this file
+is closed, so that a typing error is an error and two plugins mean the same thing by the same word.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from moe_core.errors import SpecError
+
+#: `(instance, attribute, value)`: raises `SpecError` for a value outside of a field's vocabulary.
+Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
 
 #: Matches every value of a field in a declared pattern.
 ANY = "any"
 
 #: How dispatched tokens lie in memory; with it, who applies the top-k weights.
 FORMATS = ("standard", "contiguous", "masked", "fused")
-#: Element types of tokens on the wire and of the layer's input and output.
+#: Element types of a layer's input and output.
 FLOAT_DTYPES = ("fp32", "bf16", "fp16")
+#: Element types of tokens on the wire.
 TOKEN_DTYPES = (*FLOAT_DTYPES, "fp8", "int8", "int4", "nvfp4", "mxfp8", "mxfp4")
 #: How the scales of quantized tokens lie beside them.
 SCALE_LAYOUTS = (
@@ -59,6 +63,7 @@ LIMIT_FIELDS = (
     "max_tokens",  # the workload's maximum per rank
     "max_rows",  # rows that may then reach a rank, one per (token, local expert)
 )
+#: torch's device types that the core knows; plugins name further ones, `PluginSpec.device_types`.
 DEVICE_TYPES = ("cpu", "cuda", "npu", "xpu", "mps", "meta")
 
 #: Every code a `Reason` may carry.
@@ -99,11 +104,11 @@ def require_word(value: object, words: Iterable[str], where: str) -> None:
 
 def _place(instance: Any, attribute: attrs.Attribute[Any]) -> str:
     name = getattr(instance, "name", "")
-    label = f" {name!r}" if isinstance(name, str) and name else ""
+    label = f" {name[:_LONGEST_NAME]!r}" if isinstance(name, str) and name else ""
     return f"{type(instance).__name__}{label}, field {attribute.name!r}"
 
 
-def one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def one_of(*words: str) -> Validator:
     """An attrs validator: the value is one of `words`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -113,7 +118,7 @@ def one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     return check
 
 
-def each_one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def each_one_of(*words: str) -> Validator:
     """An attrs validator: every element of a tuple is one of `words`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -125,7 +130,7 @@ def each_one_of(*words: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]
     return check
 
 
-def at_least(minimum: int) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def at_least(minimum: int) -> Validator:
     """An attrs validator: an int (not a bool) of at least `minimum`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -135,7 +140,7 @@ def at_least(minimum: int) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     return check
 
 
-def instance_of(*types: type) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def instance_of(*types: type) -> Validator:
     """An attrs validator: the value is of one of `types`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -146,7 +151,7 @@ def instance_of(*types: type) -> Callable[[Any, attrs.Attribute[Any], Any], None
     return check
 
 
-def tuple_of(element_type: type) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def tuple_of(element_type: type) -> Validator:
     """An attrs validator: a tuple whose elements are all of `element_type`."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -165,13 +170,25 @@ def _require_tuple(value: Any, instance: Any, attribute: attrs.Attribute[Any]) -
         raise SpecError(f"{_place(instance, attribute)}: expected a tuple of alternatives, got {value!r}; {advice}")
 
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+def is_line(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An attrs validator: a text of one line that a terminal can show, "" included."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise SpecError(f"{_place(instance, attribute)}: expected one printable line of text, got {value!r}")
+
+
+#: Tables and messages say names whole.
+_LONGEST_NAME = 64
+_NAME = re.compile(f"[A-Za-z0-9_][A-Za-z0-9_-]{{0,{_LONGEST_NAME - 1}}}")
 
 
 def is_name(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An attrs validator: letters, digits, `_` and `-`, so that `plugin:name.mode` can be taken apart again."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise SpecError(f"{_place(instance, attribute)}: expected letters, digits, '_' and '-', got {value!r}")
+    """An attrs validator: letters, digits, `_` and `-`, so that `plugin:name.mode` can be taken apart again.
+
+    A plain text: members of an enumeration are written into messages by another name.
+    """
+    if type(value) is not str or not _NAME.fullmatch(value):
+        expected = f"expected letters, digits, '_' and '-', at most {_LONGEST_NAME}"
+        raise SpecError(f"{_place(instance, attribute)}: {expected}, got {repr(value)[:_LONGEST_NAME]}")
 
 
 def is_arch(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -179,6 +196,13 @@ def is_arch(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     for arch in value if isinstance(value, tuple) else (value,):
         if not isinstance(arch, str) or not re.fullmatch("[a-z0-9]*", arch):
             raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'sm90' or 'a3', got {arch!r}")
+
+
+def is_device_type(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An attrs validator: device types as torch spells them, such as `npu`; who knows all plugins knows which exist."""
+    for device in value if isinstance(value, tuple) else (value,):
+        if not isinstance(device, str) or not re.fullmatch("[a-z][a-z0-9_]*", device):
+            raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'cuda' or 'npu', got {device!r}")
 
 
 def as_tuple(value: Any) -> Any:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_core.hookspecs import ENTRY_POINT_GROUP
@@ -23,6 +26,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def forgotten_compilations() -> Iterator[None]:
+    """Compilations of one test do not count in another.
+
+    torch stops at the ninth of a function, and ours share one of its own.
+    """
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _size(package: Path) -> str:

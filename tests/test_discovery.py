@@ -134,6 +134,11 @@ def test_an_unknown_name_in_the_allow_list_is_an_error_and_not_remembered(site: 
         ("import no_such_module", "ModuleNotFoundError"),
         ("raise SystemExit(4)", "SystemExit: 4"),
         ("1 +", "SyntaxError"),
+        ("class Own(BaseException): pass\nraise Own('gone')", "Own: gone"),
+        ("raise BaseExceptionGroup('two', [GeneratorExit()])", "BaseExceptionGroup: two"),
+        ("class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute", "Mute: its text cannot be read"),
+        (r"raise RuntimeError('a\n\n b \x1b[31m\u202ec')", r"RuntimeError: a b \x1b[31m\u202ec"),
+        ("raise RuntimeError('x' * 1_000_000)", f"RuntimeError: {'x' * 1000}..."),
     ],
 )
 def test_a_plugin_that_fails_on_import(site: Site, source: str, error: str) -> None:
@@ -142,6 +147,25 @@ def test_a_plugin_that_fails_on_import(site: Site, source: str, error: str) -> N
     failed = load(found)
     expect(isinstance(failed, Failed) and str(failed).startswith(error), failed)
     expect("found_broken" in failed.traceback, failed.traceback)
+    expect("\x1b" not in str(failed) + failed.traceback and len(str(failed)) < 1100, failed)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("value", ["", "a b", "1:2 3"])
+def test_an_entry_point_that_names_no_module(site: Site, value: str) -> None:
+    site.install("odd", "found_odd")
+    (metadata,) = site.folder.glob("*.dist-info")
+    (metadata / "entry_points.txt").write_text(f"[moe_core.backends]\nodd = {value}\n")
+    (found,) = find(["odd"])
+    expect(str(load(found)) == f"PluginError: the entry point names {value!r}, expected a module: 'package.module'")
+
+
+@pytest.mark.error_path
+def test_metadata_that_would_act_on_a_terminal_is_escaped(site: Site) -> None:
+    site.install("\x1b[31mred\u202e", "found_red")
+    site.install("b" * 5000, "found_long")
+    found = {each.value: each.name for each in find() if each.value in ("found_red", "found_long")}
+    expect(found == {"found_red": r"\x1b[31mred\u202e", "found_long": "b" * 200 + "..."}, found)
 
 
 @pytest.mark.error_path
@@ -194,10 +218,29 @@ def test_a_slow_import_is_named_with_its_time(site: Site, monkeypatch: pytest.Mo
 def test_what_a_plugin_prints_on_import_does_not_reach_stdout(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.install("loud", "found_loud", "print('here I am')\n" + GOOD)
     (found,) = find(["loud"])
-    with pytest.warns(UserWarning, match=r"plugin 'loud' .*printed on import: 'here I am"):
+    with pytest.warns(UserWarning, match=r"importing plugin 'loud' .*printed 'here I am"):
         loaded = load(found)
     expect(isinstance(loaded, Loaded), loaded)
     assert capsys.readouterr().out == ""
+
+
+def test_what_a_plugin_prints_in_its_declaration_does_not_reach_stdout(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.install("loud", "found_loud", GOOD.replace("    return", "    print('me')\n    return"))
+    site.monkeypatch.setenv(ALLOW_LIST_VARIABLE, "loud")
+    with pytest.warns(UserWarning, match=r"reading the declaration of plugin 'loud' .*printed 'me"):
+        assert default_manager().names() == ("loud",)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.error_path
+def test_an_interrupted_import_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("stuck", "found_stuck", source="raise KeyboardInterrupt")
+    monkeypatch.setattr(discovery, "SLOW_SECONDS", -1.0)
+    (found,) = find(["stuck"])
+    with pytest.warns(UserWarning, match=r"importing plugin 'stuck' .*took"), pytest.raises(KeyboardInterrupt):
+        load(found)
 
 
 @pytest.mark.error_path

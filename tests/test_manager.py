@@ -161,11 +161,10 @@ def test_a_refused_plugin_costs_only_itself(make: Callable[[], object], match: s
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, GeneratorExit])
-def test_an_interrupt_passes_and_leaves_nothing_behind(stop: type[BaseException]) -> None:
+def test_an_interrupt_passes_and_leaves_nothing_behind() -> None:
     manager = BackendManager()
-    module = bare_plugin("toy", {"declare_backends": lambda: _raise(stop())})
-    with pytest.raises(stop):
+    module = bare_plugin("toy", {"declare_backends": lambda: _raise(KeyboardInterrupt())})
+    with pytest.raises(KeyboardInterrupt):
         manager.register("toy", module)
     _nothing_is_left(manager, "toy", module)
 

@@ -93,6 +93,12 @@ def test_no_route(fields: dict[str, Any], arguments: tuple[Any, ...], match: str
 
 
 @pytest.mark.error_path
+def test_a_layer_without_phases_knows_their_names() -> None:
+    with pytest.raises(InputError, match="no route for phase 'prefil'; this layer has any, prefill, decode, verify"):
+        plan(request(), CPU, LOCAL).route_index(7, "prefil")
+
+
+@pytest.mark.error_path
 def test_the_only_route_is_not_for_another_phase() -> None:
     made = plan(request(workloads=DECODE), CPU, LOCAL)
     expect(made.route_index(5, "decode") == 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from layers import build, random_tensors, random_tokens, torch_manager
 
-from moe_core import Environment, LayerRequest, MoELayer, RawWeights
+from moe_core import BackendManager, Environment, LayerRequest, MoELayer, RawWeights
 from moe_core.activation import ActivationSpec
 from moe_core.backends.torch import local
 from moe_core.backends.torch import weights as torch_weights
@@ -133,6 +133,25 @@ def test_a_reload_that_is_refused_before_the_plugin_leaves_the_layer_serving(lay
         with pytest.raises(WeightsError):
             layer.load_weights(RawWeights(tensors=tensors))
         assert torch.equal(layer(*tokens), before)
+
+
+@pytest.mark.error_path
+def test_a_forward_beside_a_reload_is_told_of_it(layer: MoELayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, told = random_tokens(SMALL, 6), []
+    process_weights = BackendManager.process_weights
+
+    def process_beside_a_forward(*arguments: Any) -> Any:
+        with pytest.raises(WeightsError, match=r"is not over.*wait for it"):
+            layer(*tokens)
+        told.append(True)
+        return process_weights(*arguments)
+
+    new = random_tensors(SMALL, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(BackendManager, "process_weights", process_beside_a_forward)
+        layer.load_weights(RawWeights(tensors=new))
+    assert told
+    assert torch.equal(layer(*tokens), build(SMALL, new)(*tokens))
 
 
 @pytest.mark.error_path

@@ -12,8 +12,9 @@ import pytest
 from fakes import dispatcher, manager_of, plugin, request, runner
 
 from moe_core import specs
-from moe_core.environment import Environment, program_path, programs_found, unprobed_environment
+from moe_core.environment import Environment, unprobed_environment
 from moe_core.errors import ResolutionError, SpecError
+from moe_core.installed import program_path, programs_found
 from moe_core.planner import make_plan
 from moe_core.request import Workload
 from moe_core.specs import Program, Requirement

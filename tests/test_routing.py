@@ -241,7 +241,6 @@ COMPILED_SPECS = [
 
 @pytest.mark.parametrize("spec", COMPILED_SPECS, ids=str)
 def test_compiles_without_a_graph_break(spec: RoutingSpec) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):
         logits, bias, valid = random_logits(6, 16, seed=seed), random_logits(16, seed=3), torch.arange(6) != seed
@@ -253,7 +252,6 @@ def test_compiles_without_a_graph_break(spec: RoutingSpec) -> None:
 
 @pytest.mark.error_path
 def test_compiled_code_still_refuses_nan() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
     spec = RoutingSpec(top_k=2)
     compiled(torch.zeros(3, 4), spec)

@@ -10,7 +10,7 @@ from fakes import BF16_TOKENS, VENDORS, dispatcher, plugin, runner
 from moe_core import activation, quant, specs
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.errors import SpecError
-from moe_core.specs import Limit, PluginSpec, Requirement, TokenDtype
+from moe_core.specs import DeviceGeneration, Limit, PluginSpec, Requirement, TokenDtype
 
 NAMES = {**vars(quant), **vars(activation), **vars(specs)}
 
@@ -36,7 +36,7 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
     ("make", "fields", "match"),
     [
         (runner, {"devices": "cuda"}, r"RunnerSpec 'toy', field 'devices': .*'cuda'; write \('cuda',\)"),
-        (runner, {"devices": ("gpu",)}, "RunnerSpec 'toy', field 'devices': 'gpu' is not one of cpu, cuda"),
+        (runner, {"devices": ("GPU",)}, "RunnerSpec 'toy', field 'devices': expected lower-case like 'cuda'"),
         (runner, {"devices": ()}, "field 'devices': must not be empty"),
         (runner, {"devices": ("cuda", 3)}, "field 'devices'"),
         (runner, {"archs": ("SM90",)}, "field 'archs': expected lower-case like 'sm90' or 'a3', got 'SM90'"),
@@ -57,6 +57,7 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
         (runner, {"weight_layout": ""}, "field 'weight_layout': expected letters"),
         (runner, {"bias": "yes"}, "field 'bias': expected bool"),
         (runner, {"name": "a.b"}, "field 'name': expected letters"),
+        (runner, {"name": "a" * 65}, "expected letters, digits, .* at most 64"),
         (runner, {"kernel": "a:b"}, "field 'kernel': expected letters"),
         (runner, {"limits": Limit("top_k", "<=", 1)}, "field 'limits': expected a tuple"),
         (dispatcher, {"format": "fused"}, "DispatcherSpec 'toy', field 'format': 'fused' is not one of"),
@@ -68,6 +69,13 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
         (plugin, {"hook_api": "1"}, "PluginSpec 'toy', field 'hook_api': expected an int >= 1, got '1'"),
         (plugin, {"dispatchers": [runner()]}, "field 'dispatchers': expected a tuple of DispatcherSpec"),
         (plugin, {"runners": [runner(), runner()]}, "'toy' declares runner toy.standard more than once"),
+        (
+            plugin,
+            {"runners": [runner(devices=("gpu",))], "device_types": ("zephyr",)},
+            "RunnerSpec 'toy': device type 'gpu' is not one of cpu, .*, zephyr, any; .* PluginSpec.device_types",
+        ),
+        (plugin, {"generations": [DeviceGeneration("gpu", "Z", "z1")]}, "DeviceGeneration: device type 'gpu'"),
+        (plugin, {"device_types": ("Zephyr",)}, "field 'device_types': expected lower-case"),
         (plugin, {"dispatchers": [dispatcher(), dispatcher()]}, "declares dispatcher toy.standard more than once"),
     ],
 )
@@ -86,7 +94,12 @@ def test_a_wrong_declaration_names_object_and_field(make: Any, fields: dict[str,
         (("top_k", "<=", True), "Limit top_k <=: expected an int, got True"),
         (("top_k", "<=", (8,)), "Limit top_k <=: expected an int"),
         (("top_k", "in", 8), "Limit top_k in: expected a tuple of ints"),
-        (("hidden_size", "multiple_of", 0), "Limit hidden_size multiple_of: expected an int >= 1"),
+        (("hidden_size", "multiple_of", 0), "Limit hidden_size multiple_of: expected sizes >= 1"),
+        (("top_k", "<=", 0), "Limit top_k <=: expected sizes >= 1, got 0"),
+        (("top_k", ">=", -1), "Limit top_k >=: expected sizes >= 1, got -1"),
+        (("top_k", "in", ()), r"Limit top_k in: expected sizes >= 1, got \(\)"),
+        (("top_k", "<=", float("inf")), "Limit top_k <=: expected an int, got inf"),
+        (("top_k", "<=", 8, "two\nlines"), "Limit, field 'hint': expected one printable line"),
     ],
 )
 def test_a_wrong_limit(arguments: tuple[Any, ...], match: str) -> None:

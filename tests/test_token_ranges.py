@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import attrs
@@ -116,6 +117,26 @@ def test_the_winner_stands_first_and_says_why() -> None:
     close = _decide({"few": {1: 10.0}, "many": {1: 9.8}}).workloads[0].ranked
     assert [entry.candidate.runner.spec.name for entry in close[:2]] == ["few", "many"]
     assert close[0].because == "measured 10 us (exact, T=1; bench), less than 3% from the fastest"
+
+
+@pytest.mark.parametrize(("last", "is_far"), [(16, False), (17, True), (2048, True)])
+def test_a_range_that_begins_between_distant_counts_says_so(last: int, is_far: bool) -> None:
+    decision = _decide({"few": {1: 10, 8: 10, last: 30}, "many": {1: 20, 8: 20, last: 20}})
+    first, second, *_ = decision.workloads
+    begins = math.isqrt(8 * last - 1) + 1
+    told = f"{begins} tokens are the middle by ratio of T=8 and {last}; none between was measured"
+    assert (second.min_tokens, told in second.notes) == (begins, is_far)
+    assert not any("middle" in note for note in first.notes)
+
+
+def test_a_range_that_was_asked_for_begins_where_it_was_asked_to() -> None:
+    layer = request(workloads=(Workload(max_tokens=100), Workload()))
+    decision = _decide({"few": {1: 10, 2048: 30}, "many": {1: 20, 2048: 20}}, layer)
+    middles = [any("the middle" in note for note in workload.notes) for workload in decision.workloads]
+    assert (_ranges(decision), middles) == (
+        [(1, 45, "few"), (46, 100, "many"), (101, None, "many")],
+        [False, True, False],
+    )
 
 
 def test_ranges_share_the_reports() -> None:

@@ -102,7 +102,10 @@ def _multiply(out: Tensor, rows: Tensor, weight: Tensor) -> None:
     """`out [B, M, N] = rows [B, M, C] @ weight [B, N, C].T`, added up and written in fp32."""
     if weight.dtype == torch.float32:
         torch.bmm(rows, weight.mT, out=out)
-    elif _writes_fp32(weight.device):
-        torch.bmm(rows, weight.mT, out_dtype=torch.float32, out=out)
-    else:
+    elif not _writes_fp32(weight.device):
         out.copy_(torch.bmm(rows, weight.mT))
+    elif torch.compiler.is_compiling():
+        # Products of this kind into `out` are compiled by torch 2.13, and not by 2.11.
+        out.copy_(torch.bmm(rows, weight.mT, out_dtype=torch.float32))
+    else:
+        torch.bmm(rows, weight.mT, out_dtype=torch.float32, out=out)

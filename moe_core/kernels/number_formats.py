@@ -32,7 +32,7 @@ def byte_pairs(weight_dtype: str, device: torch.device) -> Tensor:
     """Both fp32 values of every byte as the 256 words that hold them, int64: one look-up writes two numbers."""
     values = _FOUR_BITS[weight_dtype]
     pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=torch.float32).view(torch.int64).flatten().to(device)
+    return torch.tensor(pairs, dtype=torch.float32, device=device).view(torch.int64).flatten()
 
 
 def scale_values(scale: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The blocks that a plugin is built from, each in torch and in Triton behind one name: what to import from here.
 
-On a GPU, beside an installed Triton, these run its kernels, in one launch each (sorting many tokens takes two); on
+On a GPU, beside an installed Triton, these run its kernels, in one launch each (sorting many tokens takes three); on
 other devices, and inside `torch.compile`, torch does the same. Both give the same bits, but for an activation's last
 ones. Nothing here waits for a GPU, and everything may be captured in a graph there. On CPU, sizes that depend on data
 are exact instead of bounds.
@@ -26,6 +26,7 @@ from moe_core.kernels import checks as torch_checks
 from moe_core.kernels import codes as torch_codes
 from moe_core.kernels import combine as torch_combine
 from moe_core.kernels import permute as torch_permute
+from moe_core.kernels.on_device import on_device
 from moe_core.kernels.permute import Permutation
 from moe_core.kernels.scale_layouts import code_format
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
@@ -109,9 +110,7 @@ def permute_contiguous(
     _check_slots(hidden_states, topk_ids, row_weights, scales)
     if token_dtype is not None:
         _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
-    if token_dtype is not None and not _rounds_in_triton(hidden_states, token_dtype):
-        hidden_states, scales = quantize(hidden_states, token_dtype)
-        column_major, token_dtype = code_format(token_dtype)[1].column_major, None
+        hidden_states, scales, column_major, token_dtype = _rounded_before(hidden_states, token_dtype)
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_contiguous
     else:
@@ -165,9 +164,7 @@ def permute_masked(
     _check_slots(hidden_states, topk_ids, row_weights, scales)
     if token_dtype is not None:
         _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
-    if token_dtype is not None and not _rounds_in_triton(hidden_states, token_dtype):
-        hidden_states, scales = quantize(hidden_states, token_dtype)
-        column_major, token_dtype = code_format(token_dtype)[1].column_major, None
+        hidden_states, scales, column_major, token_dtype = _rounded_before(hidden_states, token_dtype)
     if not _uses_triton(hidden_states):
         moved = torch_permute.permute_masked
     else:
@@ -334,6 +331,16 @@ def _check_rounding(
         raise InputError("row_weights multiply rows before they are rounded: `quantize` them afterwards")
 
 
+def _rounded_before(
+    hidden_states: Tensor, token_dtype: TokenDtype
+) -> tuple[Tensor, Tensor | None, bool, TokenDtype | None]:
+    """Tokens, `scales`, `column_major` and `token_dtype` to copy with: codes, where no kernel rounds on the way."""
+    if _rounds_in_triton(hidden_states, token_dtype):
+        return hidden_states, None, False, token_dtype
+    codes, scales = quantize(hidden_states, token_dtype)
+    return codes, scales, code_format(token_dtype)[1].column_major, None
+
+
 def _are_codes(tensor: Tensor) -> bool:
     """Whether numbers mean something only beside scales: integers, and floats of one byte."""
     return tensor.itemsize == 1 or not tensor.is_floating_point()
@@ -373,13 +380,6 @@ def _rounds_in_triton(tensor: Tensor, token_dtype: TokenDtype) -> bool:
     return _uses_triton(tensor) and _has_codes(code_format(token_dtype)[0], tensor.device)
 
 
-_AS_IT_IS = contextlib.nullcontext()
-
-
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """That device as the current one, where kernels are launched; torch's own operations need no telling."""
-    device = tensor.device
-    if device.type != "cuda" or not _uses_triton(tensor) or device.index == torch.cuda.current_device():
-        # Making it what it is would take the host a microsecond.
-        return _AS_IT_IS
-    return torch.cuda.device(device)
+    """Its device as the current one for Triton's launches; torch's own operations need no telling."""
+    return on_device(tensor.device) if _uses_triton(tensor) else contextlib.nullcontext()

@@ -23,7 +23,7 @@ def real_rows(rows: Tensor, real: Tensor | None) -> Tensor | None:
         return None
     if rows.dim() == 2:
         return (real >= 0).nonzero()[:, 0]
-    return (torch.arange(rows.shape[1]) < real[:, None]).flatten().nonzero()[:, 0]
+    return (torch.arange(rows.shape[1], device=rows.device) < real[:, None]).flatten().nonzero()[:, 0]
 
 
 def map_rows(function: Callable[[Tensor], Tensor], rows: Tensor, width: int, real: Tensor | None) -> Tensor:

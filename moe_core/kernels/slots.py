@@ -17,16 +17,16 @@ class SlotMap:
     see the same tokens agree without speaking, and the copies share the load. Neither waits for the device.
     """
 
-    def __init__(self, request: LayerRequest) -> None:
-        """Tabulate the slots of each expert."""
+    def __init__(self, request: LayerRequest, device: torch.device | None) -> None:
+        """Tabulate the slots of each expert on the device where ids will come, None for the CPU."""
         slots: list[list[int]] = [[] for _ in range(request.num_experts)]
         for rank in range(request.ep_size):
             for slot, expert in zip(request.local_slots(rank), request.local_experts(rank), strict=True):
                 slots[expert].append(slot)
         most = max(map(len, slots))
         self._num_experts, self._num_slots = request.num_experts, request.num_slots
-        self._num_copies = torch.tensor([len(copies) for copies in slots])
-        self._slots = torch.tensor([copies + copies[:1] * (most - len(copies)) for copies in slots])
+        self._num_copies = torch.tensor([len(copies) for copies in slots], device=device)
+        self._slots = torch.tensor([copies + copies[:1] * (most - len(copies)) for copies in slots], device=device)
 
     def __call__(self, topk_ids: Tensor) -> Tensor:
         """The slots.
@@ -43,20 +43,17 @@ class SlotMap:
 
     def unchecked(self, topk_ids: Tensor) -> Tensor:
         """The slots; what is no expert becomes no slot either: negative ids stay, larger ones become `num_slots`."""
-        device = topk_ids.device
-        if self._slots.device != device:
-            self._slots, self._num_copies = self._slots.to(device), self._num_copies.to(device)
         is_expert = (topk_ids >= 0) & (topk_ids < self._num_experts)
         expert = torch.where(is_expert, topk_ids, 0).long()
-        tokens, places = (torch.arange(size, device=device) for size in topk_ids.shape)
+        tokens, places = (torch.arange(size, device=topk_ids.device) for size in topk_ids.shape)
         copy = (tokens[:, None] + places) % self._num_copies[expert]
         none = torch.where(topk_ids < 0, topk_ids, self._num_slots)
         return torch.where(is_expert, self._slots[expert, copy], none).to(topk_ids.dtype)
 
 
-def slot_map(request: LayerRequest) -> SlotMap | None:
+def slot_map(request: LayerRequest, device: torch.device | None) -> SlotMap | None:
     """The map of a layer, or None where slots are experts."""
-    return None if request.placement.kind == "contiguous" else SlotMap(request)
+    return None if request.placement.kind == "contiguous" else SlotMap(request, device)
 
 
 class EvenIds:
@@ -69,23 +66,18 @@ class EvenIds:
         num_experts: The library's experts.
     """
 
-    def __init__(self, request: LayerRequest) -> None:
-        """Look up the ranks' shares."""
+    def __init__(self, request: LayerRequest, device: torch.device | None) -> None:
+        """Look up the ranks' shares; `device` is where slots will come (`ExpertGroup.device`)."""
         most, shares = request.max_local_experts, [len(request.local_slots(rank)) for rank in range(request.ep_size)]
         ids = [rank * most + local for rank, share in enumerate(shares) for local in range(share)]
         self.num_experts = most * request.ep_size
         self._num_slots = request.num_slots
-        self._table = None if ids == list(range(self._num_slots)) else torch.tensor(ids)
+        self._table = None if ids == list(range(self._num_slots)) else torch.tensor(ids, device=device)
 
     def __call__(self, topk_ids: Tensor) -> Tensor:
         """The ids, contiguous; raises `InputError` for slots out of range, as `checks.check_ids`."""
-        return ops.checked_ids(topk_ids, self._num_slots, self._table_on(topk_ids.device))
+        return ops.checked_ids(topk_ids, self._num_slots, self._table)
 
     def of_checked(self, slots: Tensor) -> Tensor:
         """The ids of int64 slots that are in range or -1, for who has looked by other means than the core's."""
-        return renumbered(slots, self._table_on(slots.device))
-
-    def _table_on(self, device: torch.device) -> Tensor | None:
-        if self._table is not None and self._table.device != device:
-            self._table = self._table.to(device)
-        return self._table
+        return renumbered(slots, self._table)

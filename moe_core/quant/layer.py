@@ -36,6 +36,14 @@ class LayerQuant:
         """Same as `label`."""
         return self.label
 
+    def matches(self, pattern: LayerQuant) -> bool:
+        """Whether both projections match those of `pattern`."""
+        return self.w13.matches(pattern.w13) and self.w2.matches(pattern.w2)
+
+    def distance(self, other: LayerQuant) -> int:
+        """In how many fields of both projections the two differ."""
+        return self.w13.distance(other.w13) + self.w2.distance(other.w2)
+
     def cut(self, intermediate_size: int, *, halves: int, tp_size: int) -> LayerQuant:
         """The same numbers with blocks that end where a rank's share and the gate end.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -12,7 +13,16 @@ from moe_core.errors import ResolutionError
 from moe_core.layer import MoELayer
 from moe_core.measurements import MeasurementTable
 from moe_core.misses import relevant
-from moe_core.payloads import TORCH_DTYPES, ExpertGroup, PreparedWeights, RawWeights, Tensor
+from moe_core.payloads import (
+    TORCH_DTYPES,
+    CombineFn,
+    DispatchFn,
+    ExpertGroup,
+    ExpertsFn,
+    PreparedWeights,
+    RawWeights,
+    Tensor,
+)
 from moe_core.plan import MoEPlan
 from moe_core.planner import make_plan
 from moe_core.quant import QuantScheme
@@ -21,9 +31,9 @@ from moe_core.specs import TokenDtype
 from moe_core.testing.backend import Backend
 from moe_core.testing.cells import Cell
 from moe_core.testing.compare import Tokens, require_answer
-from moe_core.testing.outcome import NotRun
+from moe_core.testing.outcome import NotRun, require
 from moe_core.testing.sizes import Sizes
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.stored import DrawnLayer, draw_layer
 from moe_core.testing.tolerance import tolerance
 
 #: Tokens of most forwards: more than one row per expert, and an odd number.
@@ -72,16 +82,16 @@ class Bench:
         self.tolerance = tolerance(self.request, self.plan.routes[0].token_dtype)
 
     @functools.cached_property
-    def stored(self) -> StoredLayer:
+    def stored(self) -> DrawnLayer:
         """The layer's weights, of all ranks' experts."""
         return self.drawn(0)
 
     @functools.cached_property
-    def other(self) -> StoredLayer:
+    def other(self) -> DrawnLayer:
         """Other weights of the same layer, for reloads."""
         return self.drawn(1)
 
-    def drawn(self, seed: int, one_input_scale: bool = False) -> StoredLayer:
+    def drawn(self, seed: int, one_input_scale: bool = False) -> DrawnLayer:
         """Weights of this layer, with one calibrated scale for all experts where they cannot have several."""
         return draw_layer(_without_pins(self.request), seed, one_input_scale or self.has_one_input_scale)
 
@@ -96,7 +106,7 @@ class Bench:
         """Global ids of this rank's experts."""
         return self.request.local_experts(self.group.rank)
 
-    def raw(self, stored: StoredLayer | None = None) -> RawWeights:
+    def raw(self, stored: DrawnLayer | None = None) -> RawWeights:
         """Fresh copies of this rank's raw weights."""
         return (stored or self.stored).raw(self.experts, self.backend.device)
 
@@ -129,6 +139,18 @@ class Bench:
         """The functions of the layer's only route."""
         return self.layer.routes[0]
 
+    @property
+    def steps(self) -> tuple[DispatchFn, ExpertsFn, CombineFn]:
+        """Dispatch, experts and combine of that route.
+
+        Raises:
+            NotRun: It is fused, so that it has none of them.
+        """
+        route = self.route
+        if route.dispatch is None or route.experts is None or route.combine is None:
+            raise NotRun("a fused route has no steps")
+        return route.dispatch, route.experts, route.combine
+
     def tokens(self, num_tokens: int = NUM_TOKENS, seed: int = 0, ids: Tensor | None = None) -> Tokens:
         """Random tokens; router weights are neither one nor sum to one.
 
@@ -149,13 +171,25 @@ class Bench:
         device = self.backend.device
         return hidden.to(device), ids.to(device), weights.to(device)
 
-    def run(self, tokens: Tokens, layer: BoundExperts | None = None) -> Tensor:
-        """One forward."""
+    def run(
+        self, tokens: Tokens, layer: BoundExperts | None = None, overlap: Callable[[], None] | None = None
+    ) -> Tensor:
+        """One forward; raises `ConformanceError` where it gives no tensor.
+
+        Args:
+            tokens: What is given.
+            layer: Who runs it; default: the layer of `stored`.
+            overlap: As of `BoundExperts`: with it, dispatchers that can do so receive later than they send.
+        """
         phase = self.cell.phase if self.plan.is_multi_rank else None
-        return (layer or self.layer)(*tokens, phase=phase)
+        output = (layer or self.layer)(*tokens, phase=phase, overlap=overlap)
+        # Whatever the annotations of a plugin's functions say.
+        found: object = output
+        require(isinstance(found, Tensor), f"a forward gives {type(found).__name__}, expected a tensor")
+        return output
 
     def require(
-        self, tokens: Tokens, what: str, output: Tensor | None = None, stored: StoredLayer | None = None
+        self, tokens: Tokens, what: str, output: Tensor | None = None, stored: DrawnLayer | None = None
     ) -> None:
         """Raise `ConformanceError` unless the output (default: of a forward now) is the answer."""
         got = self.run(tokens) if output is None else output

@@ -205,17 +205,13 @@ def schemes_of(pattern: LayerQuant) -> dict[LayerQuant, bool]:
     cut: dict[str, LayerQuant] = {}
     for quant in named if pattern.w13.weight_block == ANY else ():
         smaller = quant.cut(_CUT_SIZE, halves=2, tp_size=2)
-        if smaller != quant and _covers(pattern, smaller):
+        if smaller != quant and smaller.matches(pattern):
             cut.setdefault(quant.w13.weight_dtype, smaller)
     return {**dict.fromkeys(named, True), **dict.fromkeys(cut.values(), False)}
 
 
 #: A rank's share that ends inside the blocks of every named scheme.
 _CUT_SIZE = 24
-
-
-def _covers(pattern: LayerQuant, quant: LayerQuant) -> bool:
-    return quant.w13.matches(pattern.w13) and quant.w2.matches(pattern.w2)
 
 
 def _named(pattern: QuantScheme) -> list[QuantScheme]:

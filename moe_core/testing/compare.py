@@ -1,4 +1,8 @@
-"""Compare an output with the answer, token by token, and say which other reading of the layer it looks like."""
+"""Compare an output with the answer, token by token, and say which other reading of the layer it looks like.
+
+`relative_error` and `mismatch` compare with one answer; `layer_error` and `layer_mismatch` with a layer, which has
+several right answers where codes are in doubt.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from moe_core.testing.doubts import nearest_answer
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.readings import Reading, ReferenceFn, readings
 from moe_core.testing.reference import ReferenceLayer
-from moe_core.testing.stored import StoredLayer
+from moe_core.testing.stored import DrawnLayer
 from moe_core.testing.tolerance import SCATTER
 
 #: A token shorter than this part of the average is judged by that length: its slots may cancel out.
@@ -27,8 +31,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return difference / scale if difference == difference else float("inf")
 
 
-def problem_of(got: Tensor, want: Tensor, tolerance: float) -> str | None:
-    """What is wrong with `got [T, H]`, or None.
+def mismatch(got: Tensor, want: Tensor, tolerance: float) -> str | None:
+    """How `got [T, H]` differs from the answer by more than rounding, in words; None where it does not.
 
     Args:
         got: The output, on any device and in any dtype.
@@ -64,51 +68,51 @@ def _listed(flags: Tensor) -> str:
     return some_of(flags.nonzero().flatten().tolist(), most=8)
 
 
-def problem_with(got: Tensor, layer: ReferenceFn, tokens: Tokens, tolerance: float) -> str | None:
-    """What is wrong with `got [T, H]` as the output of a layer, or None; codes in doubt count as they fit it best.
+def layer_mismatch(got: Tensor, layer: ReferenceFn, tokens: Tokens, tolerance: float) -> str | None:
+    """How `got [T, H]` differs from the nearest right answer of a layer, in words; None where it does not.
 
     Args:
         got: The output.
         layer: The layer in float64; of a `ReferenceLayer` it is known which codes are in doubt.
         tokens: What was given.
-        tolerance: See `problem_of`.
+        tolerance: See `mismatch`.
     """
-    problem = problem_of(got, layer(*tokens), tolerance)
+    problem = mismatch(got, layer(*tokens), tolerance)
     is_comparable = got.shape == tokens[0].shape and bool(got.isfinite().all())
     if problem is None or not is_comparable or not isinstance(layer, ReferenceLayer):
         return problem
-    return problem_of(got, nearest_answer(layer, tokens, got, tolerance), tolerance)
+    return mismatch(got, nearest_answer(layer, tokens, got, tolerance), tolerance)
 
 
-def error_of(got: Tensor, layer: ReferenceLayer, tokens: Tokens, tolerance: float) -> float:
-    """Relative error of the whole output `[T, H]`; codes in doubt count as in `problem_with`, NaN as infinite."""
+def layer_error(got: Tensor, layer: ReferenceLayer, tokens: Tokens, tolerance: float) -> float:
+    """Relative error of the whole output `[T, H]` against the nearest right answer; NaN counts as infinite."""
     if not got.isfinite().all():
         return float("inf")
     return relative_error(got, nearest_answer(layer, tokens, got, tolerance))
 
 
-def require_answer(got: Tensor, stored: StoredLayer, tokens: Tokens, tolerance: float, what: str) -> None:
+def require_answer(got: Tensor, stored: DrawnLayer, tokens: Tokens, tolerance: float, what: str) -> None:
     """Raise `ConformanceError` unless `got` is the layer's answer; the text names the reading it equals instead.
 
     Args:
         got: The output `[T, H]`.
         stored: The layer.
         tokens: What was given.
-        tolerance: See `problem_of`.
+        tolerance: See `mismatch`.
         what: What was tried, for the message.
     """
-    problem = problem_with(got, stored.reference, tokens, tolerance)
+    problem = layer_mismatch(got, stored.reference, tokens, tolerance)
     if problem is None:
         return
     if tuple(got.shape) == tuple(tokens[0].shape):
         for reading in readings(stored):
-            if problem_with(got, reading.layer, tokens, tolerance) is None:
+            if layer_mismatch(got, reading.layer, tokens, tolerance) is None:
                 problem += f"; it is what comes out if {reading.name}"
                 break
     raise ConformanceError(f"{what}: {problem}")
 
 
-def require_apart(stored: StoredLayer, name: str, tokens: Tokens, tolerance: float) -> Reading:
+def require_apart(stored: DrawnLayer, name: str, tokens: Tokens, tolerance: float) -> Reading:
     """The reading whose name contains `name`, after proof that on these tokens it differs from the answer.
 
     Raises:
@@ -117,7 +121,7 @@ def require_apart(stored: StoredLayer, name: str, tokens: Tokens, tolerance: flo
     """
     for reading in readings(stored):
         if name in reading.name:
-            distance = error_of(reading.layer(*tokens), stored.reference, tokens, tolerance)
+            distance = layer_error(reading.layer(*tokens), stored.reference, tokens, tolerance)
             apart = f"{distance:.2g} apart, the tolerance is {tolerance:.2g}"
             require(distance > APART * tolerance, f"this check proves nothing here: the two readings are {apart}")
             return reading

@@ -23,9 +23,9 @@ from moe_core.manager import BackendManager
 from moe_core.payloads import TORCH_DTYPES, PreparedWeights, RawWeights, Tensor
 from moe_core.plan import MoEPlan
 from moe_core.request import LayerRequest
-from moe_core.testing.compare import error_of
+from moe_core.testing.compare import layer_error
 from moe_core.testing.memory import PoisonedMemory
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.stored import DrawnLayer, draw_layer
 from moe_core.testing.tolerance import tolerance
 
 #: What weights depend on; not on the ranks, machines and workloads that share them.
@@ -45,7 +45,7 @@ _FIELDS = (
 _drawn = functools.cache(draw_layer)
 
 
-def stored_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> StoredLayer:
+def stored_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> DrawnLayer:
     """Random weights of all experts, with the float64 layer that they mean; arguments as of `draw_layer`.
 
     Requests that differ in who computes, and where, get the same.
@@ -81,7 +81,7 @@ class ExampleLayer:
     """
 
     plan: MoEPlan
-    stored: StoredLayer
+    stored: DrawnLayer
     manager: BackendManager
 
     @property
@@ -108,4 +108,4 @@ class ExampleLayer:
         with PoisonedMemory():  # type: ignore[no-untyped-call]
             output = experts(*tokens)
         allowed = tolerance(self.plan.request, self.plan.routes[0].token_dtype)
-        return error_of(output, self.stored.reference, tokens, allowed), allowed
+        return layer_error(output, self.stored.reference, tokens, allowed), allowed

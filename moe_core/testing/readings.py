@@ -15,7 +15,7 @@ from moe_core.quant import QuantScheme
 from moe_core.testing.meaning import ReadFn, stored_values
 from moe_core.testing.reference import ReferenceLayer
 from moe_core.testing.rounding import activation_rounder
-from moe_core.testing.stored import StoredLayer
+from moe_core.testing.stored import DrawnLayer
 
 #: A layer in float64: `[T, H]`, `[T, K]`, `[T, K]` -> `[T, H]`.
 ReferenceFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,7 +29,7 @@ class Reading:
     layer: ReferenceFn
 
 
-def readings(stored: StoredLayer) -> Iterator[Reading]:
+def readings(stored: DrawnLayer) -> Iterator[Reading]:
     """Known misreadings of a layer, the likeliest first; each is made when it is asked for."""
     yield from _of_the_activation(stored.reference)
     yield from _of_router_weights(stored.reference)
@@ -119,7 +119,7 @@ def _without_repetition(reference: ReferenceLayer) -> ReferenceFn:
     return layer
 
 
-def _of_stored_values(stored: StoredLayer) -> Iterator[Reading]:
+def _of_stored_values(stored: DrawnLayer) -> Iterator[Reading]:
     """Codes, scales and zero points of quantized weights, taken for something else."""
     schemes = (stored.quant.w13, stored.quant.w2)
     if any(scheme.is_quantized for scheme in schemes):
@@ -153,7 +153,7 @@ def _without(word: str) -> ReadFn:
     return values
 
 
-def _one_input_scale(stored: StoredLayer) -> ReferenceLayer:
+def _one_input_scale(stored: DrawnLayer) -> ReferenceLayer:
     first = {
         name: None if scale is None else scale[:1].expand(len(scale))
         for name, scale in ((name, stored.tensors.get(f"{name}_input_scale")) for name in ("w13", "w2"))

@@ -32,8 +32,8 @@ GATE_FACTOR = 2.0
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class StoredLayer:
-    """The weights of all experts of a layer.
+class DrawnLayer:
+    """Random weights of all experts of a layer, and the float64 layer that they mean.
 
     Attributes:
         tensors: Canonical name -> tensor with every expert of the layer.
@@ -71,7 +71,7 @@ class StoredLayer:
         return attrs.evolve(self.reference, w13=w13, w2=w2)
 
 
-def draw_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> StoredLayer:
+def draw_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = False) -> DrawnLayer:
     """Random weights of a request; equal arguments give the same tensors, so change nothing in them.
 
     Args:
@@ -100,7 +100,7 @@ def draw_layer(request: LayerRequest, seed: int = 0, one_input_scale: bool = Fal
         round1=activation_rounder(request.local_quant.w13, drawn.tensors.get("w13_input_scale")),
         round2=activation_rounder(request.local_quant.w2, drawn.tensors.get("w2_input_scale")),
     )
-    return StoredLayer(
+    return DrawnLayer(
         tensors=drawn.tensors,
         reference=reference,
         quant=request.local_quant,
@@ -233,7 +233,7 @@ def _as_scale(factor: Tensor, word: str, dtype: torch.dtype) -> Tensor:
     return factor.to(dtype)
 
 
-def without_last_channel(stored: StoredLayer) -> StoredLayer:
+def without_last_channel(stored: DrawnLayer) -> DrawnLayer:
     """The layer whose last intermediate channel is padding: zero codes, as a loader fills up the last rank's share.
 
     With zero points a zero code is a number like others; such layers stay as they are.

@@ -127,41 +127,53 @@ def _is_apart(part: Part, inner: int, block: int, layout: StoredLayout) -> bool:
 def _bands(
     part: Part, request: LayerRequest, local: Span, block: int, tile: int, layout: StoredLayout, apart: bool
 ) -> tuple[Band, ...]:
+    """What a rank takes of the rows of a matrix of `w13`.
+
+    Args:
+        part: The matrix, of both halves or of one.
+        request: The layer.
+        local: The rank's share of the I rows of a half.
+        block: Rows that share a stored scale.
+        tile: Rows that share a canonical one.
+        layout: How the rows of a matrix with both halves are ordered.
+        apart: See `_is_apart`.
+    """
     inner, wanted = request.intermediate_size, request.activation.row_order
-    if len(part.halves) == 1 and not request.activation.gated:
+    stored, has_both = layout.rows or wanted, len(part.halves) == 2
+    if not has_both and not request.activation.gated:
         return (Band(rows=local, scaled=local),)
-    targets = [(0, 2), (1, 2)] if wanted == "interleaved" else [(0, 1), (local.size, 1)]
-    if len(part.halves) == 1:
-        bands: tuple[Band, ...] = (Band(rows=local, scaled=local, target=targets[part.halves[0]]),)
-    else:
-        stored = layout.rows or wanted
-        if stored == "interleaved":
-            if apart:
-                raise WeightsError(f"{part.base}: gate and up rows that alternate are not tiled apart")
-            if wanted == stored:
-                whole = Span(2 * local.start, 2 * local.count, 2 * local.size)
-                return (Band(rows=whole, scaled=whole),)
-            places = [(0, 2), (1, 2)]
-        else:
-            places = [(inner, 1), (0, 1)] if stored == "up_gate" else [(0, 1), (inner, 1)]
-        # Rows of the scales, if each half begins with a tile of its own.
-        stride = -(-inner // block) * block
-        bands = tuple(
-            Band(
-                rows=local.within(offset, step),
-                scaled=local.within(stride if apart and offset else offset, step),
-                target=target,
-            )
-            for (offset, step), target in zip(places, targets, strict=True)
+    if has_both and stored == "interleaved" and apart:
+        raise WeightsError(f"{part.base}: gate and up rows that alternate are not tiled apart")
+    if has_both and stored == wanted == "interleaved":
+        whole = Span(2 * local.start, 2 * local.count, 2 * local.size)
+        return (Band(rows=whole, scaled=whole),)
+    _check_tile(part, wanted, tile)
+    targets = _halves(wanted, local.size)
+    if not has_both:
+        return (Band(rows=local, scaled=local, target=targets[part.halves[0]]),)
+    # Rows of the scales, if each half begins with a tile of its own.
+    stride = -(-inner // block) * block
+    return tuple(
+        Band(
+            rows=local.within(offset, step),
+            scaled=local.within(stride if apart and offset else offset, step),
+            target=target,
         )
-    if (
-        wanted == "interleaved"
-        and tile > 1
-        and part.storage.scheme.is_quantized
-        and not part.storage.scheme.is_per_tensor
-    ):
+        for (offset, step), target in zip(_halves(stored, inner), targets, strict=True)
+    )
+
+
+def _halves(order: str, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the gate's and of the up half's `size` rows the first in a matrix of both, and the distance to the next."""
+    if order == "interleaved":
+        return (0, 2), (1, 2)
+    return ((size, 1), (0, 1)) if order == "up_gate" else ((0, 1), (size, 1))
+
+
+def _check_tile(part: Part, wanted: str, tile: int) -> None:
+    scheme = part.storage.scheme
+    if wanted == "interleaved" and tile > 1 and scheme.is_quantized and not scheme.is_per_tensor:
         raise WeightsError(
             f"{part.base}: the layer keeps gate and up rows alternating, so that tiles of {tile} rows would need the "
             "scales of both halves; use a layer with row_order 'gate_up'"
         )
-    return bands

@@ -69,8 +69,10 @@ def canonical_weights(
         return turned
     for name in ("w13_scale", "w13_zero_point"):
         scale = turned.get(name)
-        is_tiled = scale is not None and scale.dim() > 2 and scale.shape[1] != turned["w13"].shape[1]
-        if layout != "gate_up" and scale is not None and is_tiled:
+        weight = turned.get("w13")
+        if layout == "gate_up" or scale is None or weight is None:
+            continue
+        if scale.dim() > 2 and scale.shape[1] != weight.shape[1]:
             raise WeightsError(
                 f"{name} {list(scale.shape)}: scales of row tiles cannot be reordered from {layout!r} without the size "
                 "of a tile; use moe_core.weights.loading.cut with StoredLayout(rows=...)"

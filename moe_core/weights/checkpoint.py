@@ -133,7 +133,9 @@ class Checkpoint:
         """
         stored = self._slice(name)
         try:
-            values: Tensor = stored[slices or ...]
+            # The library would put it on the device that the caller has made the default.
+            with torch.device("cpu"):
+                values: Tensor = stored[slices or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self._folder / self._file_of[name]}: {name} cannot be read ({error})") from error
         self.bytes_read += values.numel() * values.element_size()

@@ -11,7 +11,7 @@ from moe_core.weights.reads import Read
 
 def check_groups(values: Tensor, read: Read) -> None:
     """A group index `[columns]` must say that neighbours share a group."""
-    wanted = torch.arange(read.shape.columns) // read.shape.block[1]
+    wanted = torch.arange(read.shape.columns, device=values.device) // read.shape.block[1]
     if not torch.equal(values.flatten().long(), wanted):
         raise WeightsError(
             f"{read.name}: the groups follow the order of activations (act-order, desc_act): input channels of one "

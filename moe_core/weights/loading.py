@@ -17,7 +17,7 @@ from moe_core.weights.bands import StoredLayout, part_shape
 from moe_core.weights.checkpoint import InMemory, TensorSource
 from moe_core.weights.filling import Filler
 from moe_core.weights.names import Part, canonical_parts, find_parts, names_below
-from moe_core.weights.reads import Planner, Read, left_over, matrix_size
+from moe_core.weights.reads import Read, ReadPlanner, left_over, matrix_size
 from moe_core.weights.storages import TENSORS
 
 #: `(bytes read, bytes to read)`, after each piece.
@@ -205,7 +205,7 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
     """Plan, check, allocate, read; `problems` are those that are known before."""
     projections = frozenset(part.projection for part in job.parts)
     filler = Filler(job.request, job.experts, job.layout, job.device, projections)
-    planner = Planner(
+    planner = ReadPlanner(
         source=job.source,
         names=job.names,
         num_experts=job.num_experts,

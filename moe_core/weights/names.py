@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterable, Iterator
 import attrs
 
 from moe_core.errors import WeightsError, some_of
-from moe_core.expert_names import FUSED, PROJECTIONS, expert_name, is_draft, layer_index
+from moe_core.expert_names import FUSED, INTERLEAVED, PROJECTIONS, expert_name, is_draft, is_of_experts, layer_index
 from moe_core.quant import StoredLayer, StoredScheme
 from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.storages import BIAS, CANONICAL, TENSORS, StoredTensor
 
 #: Spellings of the projections: of gate and up, one after the other or together, and of down.
-_GATED = (*((word,) for word in FUSED), *zip(PROJECTIONS["gate"], PROJECTIONS["up"], strict=True))
+_GATED = (
+    *((word,) for word in FUSED if word not in INTERLEAVED),
+    *zip(PROJECTIONS["gate"], PROJECTIONS["up"], strict=True),
+)
 #: Without a gate the first of `w1` and `w2` is the up projection.
 _NOT_GATED = (("up_proj",), ("w1",), ("input_linear",))
 _DOWN = tuple((word,) for word in PROJECTIONS["down"])
@@ -85,7 +88,7 @@ def experts_module(names: Iterable[str], layer: int | str) -> str:
 
 
 def choose_module(modules: Collection[str], layer: int | str) -> str:
-    """The one of all experts modules that `experts_module` finds, for callers that ask for many layers."""
+    """The one of all experts modules that `experts_module` finds, for callers with many layers; errors as there."""
     path = f"layers.{layer}" if isinstance(layer, int) else layer
     if isinstance(layer, int):
         fitting = [module for module in modules if layer_index(module) == layer and not is_draft(module)]
@@ -98,12 +101,12 @@ def choose_module(modules: Collection[str], layer: int | str) -> str:
 
 
 def names_below(source: TensorSource, module: str) -> frozenset[str]:
-    """Names of the tensors below an experts module.
+    """Names of the tensors of experts below a module, which may hold their router too.
 
     Raises:
         WeightsError: There are none; lists the modules with experts.
     """
-    below = source.under(module)
+    below = frozenset(filter(is_of_experts, source.under(module)))
     if not below:
         found = _some(experts_modules(source.names)) or "no module"
         raise WeightsError(f"no tensors under {module}; experts lie in {found}")

@@ -37,6 +37,9 @@ def weight(values: Tensor, read: Read, fill: Tensor | None) -> Tensor:
 
     Returns:
         The rows and columns that exist; with `fill` all of them.
+
+    Raises:
+        WeightsError: Bytes that should hold 4-bit integers hold others.
     """
     rows, columns = _cuts(read)
     scheme = read.part.storage.scheme
@@ -103,7 +106,7 @@ def scale(values: Tensor, read: Read, dtype: str) -> Tensor:
 
 
 def scale_values(values: Tensor, name: str, dtype: str) -> Tensor:
-    """Stored scales in the dtype of the scheme, exactly."""
+    """Stored scales in the dtype of the scheme, exactly; `WeightsError` if one is no power of two and should be."""
     if dtype != "e8m0":
         return values.float() if dtype == "fp32" else values
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -115,7 +118,11 @@ def scale_values(values: Tensor, name: str, dtype: str) -> Tensor:
 
 
 def zero_point(values: Tensor, read: Read) -> Tensor:
-    """The zero points of a band's tiles `[rows, columns]`, int8, shifted as codes are."""
+    """The zero points of a band's tiles `[rows, columns]`, int8, shifted as codes are.
+
+    Raises:
+        WeightsError: One lies past the largest code.
+    """
     rows, columns = _cuts(read)
     bits = read.part.storage.scheme.weight_bits
     if read.per > 1:

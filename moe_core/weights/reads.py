@@ -5,6 +5,7 @@ Nothing is read here but names, shapes and dtypes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
@@ -66,7 +67,7 @@ def is_scalar(tensor: StoredTensor, part: Part) -> bool:
 
 
 @attrs.frozen(kw_only=True)
-class Planner:
+class ReadPlanner:
     """Makes the reads of one layer.
 
     Attributes:
@@ -135,13 +136,14 @@ class Planner:
         name: str,
         cuts: _Cuts,
     ) -> Iterator[Read]:
+        """What is read of the stored tensor `name`, whose shape and dtype are right."""
         dims, dtype = self.source.shape(name), self.source.dtype(name)
+        read = functools.partial(Read, part=part, shape=shape, tensor=tensor, expert=expert, name=name)
         lead = (slice(expert, expert + 1),) if part.stacked and self._is_led(dims, tensor, part) else ()
         rest = dims[len(lead) :]
-        common = {"part": part, "shape": shape, "tensor": tensor, "expert": expert, "name": name}
         if tensor.role in _WHOLE_ROLES or is_scalar(tensor, part):
             slices = (*lead, *(slice(0, size) for size in rest))
-            yield Read(**common, band=None, slices=slices, nbytes=_nbytes(slices, dtype))  # type: ignore[arg-type]
+            yield read(band=None, slices=slices, nbytes=_nbytes(slices, dtype))
             return
         per = values_per_index(tensor, part.storage.scheme, dtype)
         turned = self._is_turned(tensor, part) and len(rest) > 1
@@ -155,20 +157,9 @@ class Planner:
             if found is None:
                 continue
             rows, columns = found
-            order: tuple[slice, ...] = (columns.read, rows.read) if turned else (rows.read, columns.read)
-            if tensor.role == "scale" and len(rest) == 4:
-                order = (order[0], slice(0, 1), order[1], slice(0, 1))
-            slices = (*lead, *order[: len(rest)], *(slice(0, size) for size in rest[len(order) :]))
-            yield Read(
-                **common,  # type: ignore[arg-type]
-                band=band,
-                slices=slices,
-                rows=rows,
-                columns=columns,
-                turned=turned,
-                per=per,
-                nbytes=_nbytes(slices, dtype),
-            )
+            slices = (*lead, *_slices(rest, rows, columns, tensor, turned))
+            nbytes = _nbytes(slices, dtype)
+            yield read(band=band, slices=slices, rows=rows, columns=columns, turned=turned, per=per, nbytes=nbytes)
 
     def _cuts(self, name: str, tensor: StoredTensor, band: Band, shape: PartShape, per: int) -> tuple[Cut, Cut] | None:
         """Rows and columns to read; None, and a problem, where tiles do not fit."""
@@ -262,6 +253,15 @@ def matrix_size(source: TensorSource, names: frozenset[str], part: Part) -> tupl
     per = values_per_index(tensor, part.storage.scheme, source.dtype(name))
     rows, columns = reversed(dims) if tensor.transposed else dims
     return (rows * per, columns) if tensor.packed == "rows" else (rows, columns * per)
+
+
+def _slices(dims: tuple[int, ...], rows: Cut, columns: Cut, tensor: StoredTensor, turned: bool) -> tuple[slice, ...]:
+    """What to read of one expert's tensor of shape `dims`: rows and columns as they are cut, other axes whole."""
+    order: tuple[slice, ...] = (columns.read, rows.read) if turned else (rows.read, columns.read)
+    if tensor.role == "scale" and len(dims) == 4:
+        # The axes inside a tile, of size one.
+        order = (order[0], slice(0, 1), order[1], slice(0, 1))
+    return (*order[: len(dims)], *(slice(0, size) for size in dims[len(order) :]))
 
 
 def _nbytes(slices: tuple[slice, ...], dtype: torch.dtype) -> int:

@@ -89,7 +89,8 @@ def cut_tiles(span: Span, block: int, tile: int, per: int = 1) -> Cut:
     first, end = span.covered
     num_blocks = -(-end // block)
     read = slice(first // block // per, -(-num_blocks // per))
-    starts = torch.arange(0, span.count, tile)
+    # Arithmetic of the host, whatever device the caller has made the default.
+    starts = torch.arange(0, span.count, tile, device="cpu")
     ends = (starts + tile).clamp(max=span.count) - 1
     blocks = (span.start + span.step * starts) // block
     if not torch.equal(blocks, (span.start + span.step * ends) // block):
@@ -104,6 +105,8 @@ def _as_slice(indices: Tensor) -> slice | Tensor:
     """A slice where the indices are evenly apart: a view instead of a copy."""
     first, *rest = indices[:2].tolist() or [0]
     step = rest[0] - first if rest else 1
-    if step > 0 and torch.equal(indices, torch.arange(first, first + step * len(indices), step)):
-        return slice(first, first + step * len(indices), step)
-    return indices
+    if step <= 0:
+        return indices
+    end = first + step * len(indices)
+    even = torch.arange(first, end, step, device=indices.device)
+    return slice(first, end, step) if torch.equal(indices, even) else indices

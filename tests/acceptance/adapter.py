@@ -14,7 +14,7 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from case_lib import Lib
-from checkpoints import canonical_tensors, scheme, stored_layout
+from checkpoints import canonical_tensors, has_bias, layer_quant, named_scheme, stored_layout, values_per_element
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
 from ranks import RankError, run_on_ranks
@@ -33,7 +33,6 @@ from moe_core import (
 from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
-from moe_core.quant import QuantScheme
 from moe_core.weights.loading import cut
 from moe_core.weights.requantize import to_ue8m0
 
@@ -68,14 +67,14 @@ def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
     limit = spec.get("max_dispatch_tokens_per_rank")
     return LayerRequest(
-        num_experts=spec["num_experts"],
+        num_experts=_num_experts(spec),
         top_k=spec["ids"].shape[1] if "ids" in spec else spec["top_k"],
         hidden_size=spec["x"].shape[1] if "x" in spec else spec["hidden_size"],
         intermediate_size=_intermediate_size(spec),
         activation=_activation(spec),
         dtype=name,
-        quant=scheme(spec["ckpt"], name),
-        bias=spec["ckpt"].get("b13") is not None,
+        quant=layer_quant(spec["ckpt"], name),
+        bias=has_bias(spec["ckpt"]),
         weight_on_input=spec.get("weight_on_input", False),
         deterministic=spec.get("deterministic", False),
         workloads=[Workload(max_tokens=limit)],
@@ -85,17 +84,28 @@ def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
     )
 
 
+def _num_experts(spec: dict[str, Any]) -> int:
+    """How many experts ids tell apart; where a checkpoint says what lies in which place, ids are those of places."""
+    places = spec["ckpt"].get("p2l")
+    return int(spec["num_experts"]) if places is None else len(places)
+
+
 def _placement(eplb: dict[str, Any] | None) -> ExpertPlacement:
     """Routed experts may have copies; the always-on ones follow them, once each."""
     if eplb is None:
         return ExpertPlacement()
-    return ExpertPlacement("map", [*eplb["phys_to_log"], *eplb.get("shared", ())])
+    return ExpertPlacement("map", [int(expert) for expert in (*eplb["phys_to_log"], *eplb.get("shared", ()))])
 
 
 def _intermediate_size(spec: dict[str, Any]) -> int:
-    w13, gated = spec["ckpt"]["w13"], ACTIVATIONS[spec["activation"]].gated
-    rows = w13.shape[2] if spec["ckpt"]["orientation"] == "in_out" else w13.shape[1]
-    return rows // 2 if gated else rows
+    ckpt, gated = spec["ckpt"], ACTIVATIONS[spec["activation"]].gated
+    is_turned = ckpt["orientation"] == "in_out"
+    if ckpt.get("w13") is None:
+        # The layer is to miss it, not this function.
+        w2 = ckpt["w2"]
+        return int(w2.shape[1 if is_turned else 2] * values_per_element(ckpt))
+    rows = ckpt["w13"].shape[2 if is_turned else 1]
+    return int(rows // 2 if gated else rows)
 
 
 def make_weights(
@@ -104,9 +114,9 @@ def make_weights(
     """One rank's share of a case's checkpoint, which may hold this rank's experts only."""
     tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
-    stored = attrs.evolve(request, quant=scheme({**ckpt, "ue8m0": False}, name))
+    stored = attrs.evolve(request, quant=layer_quant({**ckpt, "ue8m0": False}, name))
     share = cut(tensors, stored, tp_rank, layout=stored_layout(ckpt))
-    if request.quant != stored.quant:
+    if ckpt.get("ue8m0"):
         share = to_ue8m0(share, stored.local_quant)
     owned = list(request.local_experts(rank))
     if len(share["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
@@ -140,8 +150,10 @@ class BuiltLayer:
         return list(self.layer.parameters())
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
-        """Cast the inputs to the layer's dtype and run."""
+        """Cast the inputs to what the layer takes and run; any negative id of a case is a slot without expert."""
         device = self._device
+        if not ids.is_floating_point() and ids.dtype != torch.bool:
+            ids = ids.to(ids.dtype if ids.dtype == torch.int32 else torch.int64).clamp(min=-1)
         return self.layer(x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32)).cpu()
 
 
@@ -175,8 +187,18 @@ class Registry:
 
 def _rank_output(group: ExpertGroup, spec: dict[str, Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """One rank's job; ranks import this file by name."""
-    built = BuiltLayer({**spec, **inputs}, group, ep_size=group.size)
-    return built.forward(inputs["x"], inputs["ids"], inputs["wts"])
+    return _sum_of_shares({**spec, **inputs}, group, ep_size=group.size)
+
+
+def _sum_of_shares(
+    spec: dict[str, Any], group: ExpertGroup | None = None, device: str = "cpu", **more: Any
+) -> torch.Tensor:
+    """What the tensor-parallel ranks of one expert-parallel rank add up to."""
+    parts = [
+        BuiltLayer(spec, group, tp_rank, device, **more).forward(spec["x"], spec["ids"], spec["wts"])
+        for tp_rank in range(spec.get("tp", 1))
+    ]
+    return parts[0] if len(parts) == 1 else sum((part.double() for part in parts[1:]), parts[0].double())
 
 
 class MoECore(Lib):
@@ -190,15 +212,14 @@ class MoECore(Lib):
     runners = ("torch", *RESTRICTED_RUNNERS)
 
     def run(self, **spec: Any) -> torch.Tensor:
-        tp_size = spec.get("tp", 1)
-        parts = [
-            BuiltLayer(spec, tp_rank=rank, device=self.device).forward(spec["x"], spec["ids"], spec["wts"])
-            for rank in range(tp_size)
-        ]
+        ep_size = spec.pop("ep", 1)
+        if ep_size == 1:
+            output = _sum_of_shares(spec, device=self.device)
+        else:
+            parts = [self.rank_part(rank, ep_size, **spec) for rank in range(ep_size)]
+            output = torch.stack(parts).sum(0)
         shared = spec.get("shared")
-        if shared:
-            parts.append(self._always_on(spec, shared))
-        return parts[0] if len(parts) == 1 else sum(part.double() for part in parts)
+        return output.double() + self._always_on(spec, shared) if shared else output
 
     def _always_on(self, spec: dict[str, Any], shared: dict[str, Any]) -> torch.Tensor:
         """The expert that every token uses with weight 1, as a layer of its own."""
@@ -221,8 +242,7 @@ class MoECore(Lib):
 
     def rank_part(self, rank: int, ep: int, **spec: Any) -> torch.Tensor:
         group = ExpertGroup(rank=rank, size=ep)
-        built = BuiltLayer(spec, group, ep_size=ep, token_placement="replicated")
-        return built.forward(spec["x"], spec["ids"], spec["wts"]).double()
+        return _sum_of_shares(spec, group, ep_size=ep, token_placement="replicated").double()
 
     def local_experts(self, num_experts: int, ep: int) -> list[list[int]]:
         request = LayerRequest(num_experts=num_experts, top_k=1, hidden_size=8, intermediate_size=8, ep_size=ep)
@@ -245,7 +265,7 @@ class MoECore(Lib):
             top_k=2,
             hidden_size=256,
             intermediate_size=256,
-            quant=QuantScheme.from_name("bf16" if scheme == "none" else scheme),
+            quant=named_scheme(scheme),
             a2a_backend=None if a2a == "auto" else a2a,
             runner_backend=None if runner == "auto" else runner,
             exclude=sorted(names - set(device.get("only", names))),
@@ -260,6 +280,8 @@ class MoECore(Lib):
         manager = torch_manager()
         manager.register("restricted", restricted_plugin())
         specs = [spec for plugin in manager.specs() for spec in plugin.runners if spec.name == runner]
+        if not specs:
+            raise ValueError(f"unknown runner {runner!r}; known: {', '.join(self.runners)}")
         archs = [int(arch.removeprefix("sm")) for spec in specs for arch in spec.archs]
         modules = [requirement.module for spec in specs for requirement in spec.requirements]
         return {

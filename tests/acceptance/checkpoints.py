@@ -4,26 +4,81 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from case_lib import NotOffered
 
-from moe_core.quant import MXFP4_W4A16, NVFP4, NVFP4_W4A16, WHOLE, QuantScheme
+from moe_core.quant import MXFP4_W4A16, NVFP4, NVFP4_W4A16, WHOLE, LayerQuant, QuantScheme
 from moe_core.weights.bands import StoredLayout
-from moe_core.weights.canonical import canonical_weights
+from moe_core.weights.canonical import canonical_rows, canonical_weights
 from moe_core.weights.codes import pack, sign_bit, unpack
 
 Tensors = dict[str, torch.Tensor]
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: Schemes as the oracle and its checkpoints call them -> their names here, where those differ.
+_NAMES_HERE = {
+    "none": "bf16",
+    "plain": "bf16",
+    "fp8_block": "fp8_block128",
+    "fp8_block_ue8m0": "fp8_block128_ue8m0",
+    "fp8_row": "fp8_channel",
+    "int8": "w8a8_int8",
+    "int4": "w4a8_int8",
+    "w4a8_channel": "w4a8_int8",
+    "w4a8_group": "w4a8_int8_g128",
+    "w4a4": "w4a4_int4",
+    "nvfp4_modelopt": "nvfp4",
+    "nvfp4_ct": "nvfp4",
+}
+
+
+def named_scheme(name: str) -> QuantScheme:
+    """A scheme by its name here or in the oracle."""
+    return QuantScheme.from_name(_NAMES_HERE.get(name, name))
+
+
+def values_per_element(ckpt: dict[str, Any]) -> int:
+    """How many weights an element of the stored tensors holds."""
+    return 1 if ckpt["fmt"] in ("plain", "int8", "fp8_block", "fp8_tensor") else 2
+
+
+def has_bias(ckpt: dict[str, Any]) -> bool:
+    """Whether a projection has a bias; the other one's is then zero."""
+    return any(ckpt.get(name) is not None for name in ("b13", "b2"))
+
+
+def layer_quant(ckpt: dict[str, Any], dtype: str) -> LayerQuant:
+    """The schemes of both projections."""
+    of_both = scheme(ckpt, dtype)
+    if not _tiles_alternating_rows(ckpt):
+        return LayerQuant.of(of_both)
+    rows, columns = _block(ckpt)
+    return LayerQuant(attrs.evolve(of_both, weight_block=(rows // 2, columns)), of_both)
+
+
+def _block(ckpt: dict[str, Any]) -> tuple[int, int]:
+    """Output and input channels of a tile of scales, of which checkpoints tell rows and columns as stored."""
+    rows, columns = ckpt["block"]
+    return (columns, rows) if ckpt["orientation"] == "in_out" else (rows, columns)
+
+
+def _tiles_alternating_rows(ckpt: dict[str, Any]) -> bool:
+    """Whether a tile of scales covers gate and up rows in turn, so that each half has tiles of half the rows."""
+    return ckpt["fmt"] == "fp8_block" and ckpt["layout"] == "interleaved" and _block(ckpt)[0] % 2 == 0
+
 
 def scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
-    """What the weights are, and what is done to activations."""
+    """What the weights are, and what is done to activations; of `w2` where projections differ."""
     kind = ckpt["fmt"]
     if kind == "plain":
         return QuantScheme.from_name(dtype)
     if kind in ("int8", "int4"):
         return _integers(kind, ckpt["group"] or WHOLE, f"int{ckpt.get('act_bits', 8)}")
     if kind == "fp8_block":
-        return _fp8_tiles(*ckpt["block"], "e8m0" if ckpt.get("ue8m0") else "fp32")
+        scale = "e8m0" if ckpt.get("ue8m0") else "fp32"
+        return _quantized("fp8", _block(ckpt), scale, "fp8", ckpt["block"][1], scale)
     if kind == "fp8_tensor":
         return _quantized("fp8", (WHOLE, WHOLE), "fp32", "fp8", WHOLE, "fp32")
     if kind == "mxfp4":
@@ -35,10 +90,6 @@ def scheme(ckpt: dict[str, Any], dtype: str) -> QuantScheme:
 
 def _integers(weight: str, group: int, activation: str) -> QuantScheme:
     return _quantized(weight, (1, group), "fp32", activation, WHOLE, "fp32")
-
-
-def _fp8_tiles(rows: int, columns: int, scale: str) -> QuantScheme:
-    return _quantized("fp8", (rows, columns), scale, "fp8", columns, scale)
 
 
 def _quantized(
@@ -57,26 +108,54 @@ def _quantized(
 
 def stored_layout(ckpt: dict[str, Any]) -> StoredLayout:
     """How `canonical_tensors` come: rows that share tiles of scales stay in their order, which cutting undoes."""
-    is_tiled = ckpt["fmt"] == "fp8_block"
+    if _tiles_alternating_rows(ckpt):
+        return StoredLayout(rows="gate_up", tiling="apart")
     return StoredLayout(
-        rows=ckpt["layout"] if is_tiled else "gate_up", tiling="apart" if ckpt.get("halves") else "through"
+        rows=ckpt["layout"] if ckpt["fmt"] == "fp8_block" else "gate_up",
+        tiling="apart" if ckpt.get("halves") else "through",
     )
 
 
 def canonical_tensors(ckpt: dict[str, Any], dtype: torch.dtype, gated: bool) -> Tensors:
-    """Tensors of all stored experts by canonical names: rows as `stored_layout` says, scales in their own tiles."""
-    stored = {name: tensor for name, tensor in ckpt.items() if isinstance(tensor, torch.Tensor)}
+    """Tensors of all places for experts by canonical names: rows as `stored_layout` says, scales in their own tiles."""
+    stored = {
+        name: tensor.float() if tensor.dtype == torch.float64 and ckpt["fmt"] != "plain" else tensor
+        for name, tensor in ckpt.items()
+        if isinstance(tensor, torch.Tensor) and name not in ("b13", "b2", "p2l")
+    }
     tensors = canonical_weights(
         _READERS[ckpt["fmt"]](ckpt, stored, dtype),
         layout="gate_up" if ckpt["fmt"] == "fp8_block" else ckpt["layout"],
         orientation=ckpt["orientation"],
         gated=gated,
     )
-    return tensors
+    if gated and _tiles_alternating_rows(ckpt) and "w13" in tensors:
+        tensors["w13"] = canonical_rows(tensors["w13"], "interleaved")
+        if "w13_scale" in tensors:
+            # Each tile is one of gate rows and one of up rows.
+            tensors["w13_scale"] = tensors["w13_scale"].repeat(1, 2, 1)
+    if has_bias(ckpt):
+        tensors |= _biases(ckpt, tensors, dtype, gated)
+    places = ckpt.get("p2l")
+    return tensors if places is None else {name: tensor[places] for name, tensor in tensors.items()}
+
+
+def _biases(ckpt: dict[str, Any], tensors: Tensors, dtype: torch.dtype, gated: bool) -> Tensors:
+    """Both, in the order of the rows of `tensors`; the oracle turns b13 of alternating rows alone."""
+    shapes = {f"b{name[1:]}": tensors[name].shape[:2] for name in ("w13", "w2") if name in tensors}
+    given = {name: ckpt[name] for name in ("b13", "b2") if ckpt.get(name) is not None}
+    zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    biases = {name: bias.to(dtype) for name, bias in (zeros | given).items()}
+    if gated and ckpt["layout"] == "interleaved":
+        biases["b13"] = canonical_rows(biases["b13"], "interleaved")
+    if gated and stored_layout(ckpt).rows == "up_gate":
+        biases["b13"] = canonical_rows(biases["b13"], "up_gate")
+    return biases
 
 
 def _plain(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors:
-    return {name: tensor.to(dtype) for name, tensor in stored.items()}
+    # Bytes are no numbers.
+    return {name: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor for name, tensor in stored.items()}
 
 
 def _integers_in(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors:
@@ -85,23 +164,36 @@ def _integers_in(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> T
     named = {n: t.squeeze(-1) if per_row and n.endswith("_scale") else t for n, t in stored.items()}
     if ckpt["fmt"] == "int4":
         flip = sign_bit(4) if ckpt["sign"] == "offset8" else 0
-        named |= {name: _nibbles(ckpt, named[name], flip) for name in ("w13", "w2")}
+        named |= _nibbles(ckpt, named, flip)
     return named
 
 
 def _mxfp4(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors:
-    return stored | {name: _nibbles(ckpt, stored[name], 0) for name in ("w13", "w2")}
+    return stored | _nibbles(ckpt, stored, 0)
 
 
-def _nibbles(ckpt: dict[str, Any], packed: torch.Tensor, flip: int) -> torch.Tensor:
-    """The first code in the low nibble, integers as two's complement."""
-    places = (1, 0) if ckpt["nibbles"] == "high_first" else ()
-    return pack(unpack(packed, -1, 4, places) ^ flip)
+def _nibbles(ckpt: dict[str, Any], stored: Tensors, flip: int) -> Tensors:
+    """The weights with the first code in the low nibble, integers as two's complement."""
+    packed = {name: stored[name] for name in ("w13", "w2") if name in stored and stored[name].dtype == torch.uint8}
+    if ckpt["nibbles"] == "low_first" and not flip:
+        return packed
+    return {name: pack(_codes(weight, ckpt["nibbles"]) ^ flip) for name, weight in packed.items()}
+
+
+def _codes(packed: torch.Tensor, order: str) -> torch.Tensor:
+    """Codes in their order from bytes of two, by the oracle's word for how these lie."""
+    if order == "split":
+        return torch.cat([packed & 15, packed >> 4], -1)
+    return unpack(packed, -1, 4, {"low_first": (), "high_first": (1, 0)}[order])
 
 
 def _fp8(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors:
     named = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
-    return {n: t if n.endswith("_scale") else t.view(torch.float8_e4m3fn) for n, t in named.items()}
+    return {n: t if n.endswith("_scale") else _as_e4m3(t) for n, t in named.items()}
+
+
+def _as_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
 
 
 #: Names of the NVFP4 scales as checkpoints have them -> canonical name.
@@ -121,9 +213,9 @@ def _nvfp4(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors
     for name, tensor in stored.items():
         canonical = _NVFP4_NAMES.get(name, name)
         is_divisor = ckpt["fmt"] == "nvfp4_ct" and name.endswith("_global")
-        value = 1.0 / tensor.float() if is_divisor else tensor
+        value = 1.0 / tensor if is_divisor and tensor.is_floating_point() else tensor
         is_block_scale = canonical in ("w13_scale", "w2_scale")
-        named[canonical] = value.view(torch.float8_e4m3fn) if is_block_scale else value
+        named[canonical] = _as_e4m3(value) if is_block_scale else value
     if ckpt.get("weight_only"):
         named = {name: tensor for name, tensor in named.items() if not name.endswith("_input_scale")}
     return named

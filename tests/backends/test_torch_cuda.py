@@ -13,7 +13,8 @@ from layers import build, exact, random_tensors, random_tokens
 from quantized import QUANTS, random_quantized
 from reference_moe import rel
 
-from moe_core import LayerRequest, Workload
+from moe_core import ExpertGroup, ExpertPlacement, LayerRequest, MoELayer, Workload
+from moe_core.kernels.slots import EvenIds
 from moe_core.quant import SCHEMES, LayerQuant
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -22,6 +23,12 @@ LAYER = LayerRequest(num_experts=9, top_k=3, hidden_size=64, intermediate_size=4
 #: Operands of both GEMMs, the activation and the output are rounded once each; fp32 stays above TF32's 1e-3.
 TOLERANCE = {"fp32": 2e-6, "bf16": 1.2e-2, "fp16": 3e-3}
 MODES = ("standard", "contiguous", "masked")
+#: On two ranks: shares of 5 and 4 experts in their order and dealt out, and 11 slots of which 2 are second copies.
+PLACEMENTS = {
+    "uneven": ExpertPlacement(),
+    "round_robin": ExpertPlacement("round_robin"),
+    "copies": ExpertPlacement("map", (3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0)),
+}
 
 
 def _tokens(request: LayerRequest, num_tokens: int, seed: int = 1) -> tuple[torch.Tensor, ...]:
@@ -120,6 +127,67 @@ def test_a_captured_graph_follows_new_routings_without_waiting(name: str, mode: 
         assert rel(output.cpu().double(), want) < limit
 
 
+def _ranks(placement: str, mode: str, dtype: str) -> tuple[LayerRequest, dict[str, torch.Tensor], list[MoELayer]]:
+    """A request, its tensors, and a new layer for each of its ranks, which all have every token."""
+    request = attrs.evolve(
+        LAYER,
+        ep_size=2,
+        token_placement="replicated",
+        placement=PLACEMENTS[placement],
+        dtype=dtype,
+        quant=LayerQuant.of(SCHEMES[dtype]),
+        a2a_backend=f"none.{mode}",
+        workloads=[Workload(phase="decode", max_tokens=33, graph_capture=True)],
+    )
+    tensors = random_tensors(request)
+    return request, tensors, [build(request, tensors, ExpertGroup(rank=r, size=2), "cuda") for r in range(2)]
+
+
+@pytest.mark.usefixtures("restored_sync_mode")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_first_forward_of_a_rank_does_not_wait(placement: str, mode: str) -> None:
+    request, tensors, layers = _ranks(placement, mode, "bf16")
+    tokens = _tokens(request, 33)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    parts = [layer(*tokens) for layer in layers]
+    torch.cuda.set_sync_debug_mode("default")
+    total = sum(part.cpu().double() for part in parts)
+    assert rel(total, _exact(request, tensors, tokens)) < TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_graph_takes_the_first_forward_of_a_rank(placement: str, mode: str, dtype: str) -> None:
+    request, tensors, layers = _ranks(placement, mode, dtype)
+    static = _tokens(request, 33)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        parts = [layer(*static) for layer in layers]
+    for seed in (2, 3):
+        fresh = _tokens(request, 33, seed)
+        for target, value in zip(static, fresh, strict=True):
+            target.copy_(value)
+        graph.replay()
+        total = sum(part.cpu().double() for part in parts)
+        assert rel(total, _exact(request, tensors, fresh)) < TOLERANCE["bf16"]
+
+
+@pytest.mark.usefixtures("restored_sync_mode")
+def test_the_first_ids_of_a_library_do_not_wait() -> None:
+    request = attrs.evolve(LAYER, ep_size=2)
+    even, slots = EvenIds(request, torch.device("cuda")), _tokens(request, 33)[1]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    ids, of_checked = even(slots), even.of_checked(slots)
+    torch.cuda.set_sync_debug_mode("default")
+    want = EvenIds(request, None)(slots.cpu())
+    assert torch.equal(ids.cpu(), want)
+    assert torch.equal(of_checked.cpu(), want)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_fp16_survives_what_it_cannot_hold_between(num_tokens: int) -> None:
     request = attrs.evolve(LAYER, dtype="fp16", quant=LayerQuant.of(SCHEMES["fp16"]))
@@ -136,11 +204,12 @@ def test_fp16_survives_what_it_cannot_hold_between(num_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_block128"])
 def test_full_graph(name: str, mode: str) -> None:
     request, tensors, meaning = _any_layer(name, mode)
-    layer, tokens = build(request, tensors, device="cuda"), _tokens(request, 33)
-    torch.compiler.reset()
-    output = torch.compile(layer, fullgraph=True, backend="aot_eager")(*tokens)
-    want = oracle.layer(*(tensor.cpu() for tensor in tokens), meaning, request.activation)
-    assert rel(output.cpu().double(), want) < TOLERANCE["bf16"]
+    compiled = torch.compile(build(request, tensors, device="cuda"), fullgraph=True, backend="aot_eager")
+    # From the second on with a number of tokens that is no constant.
+    for num_tokens in (33, 9, 20):
+        tokens = _tokens(request, num_tokens)
+        want = oracle.layer(*(tensor.cpu() for tensor in tokens), meaning, request.activation)
+        assert rel(compiled(*tokens).cpu().double(), want) < TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

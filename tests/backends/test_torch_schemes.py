@@ -213,7 +213,6 @@ def test_full_graph_of_named_and_unnamed_schemes(name: str) -> None:
     tensors, meaning = random_quantized(request)
     layer = build(request, tensors)
     # Each layer is compiled anew; the compiler counts them as one function.
-    torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):
         tokens = random_tokens(request, 9, seed)

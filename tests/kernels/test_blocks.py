@@ -11,6 +11,7 @@ import pytest
 import torch
 from layers import build, random_tensors, random_tokens, torch_manager
 from quantized import QUANTS, random_quantized
+from without_data import DEVICE, NothingOfTheHost
 
 from moe_core import LayerRequest, MoELayer, RawWeights, make_plan
 from moe_core.activation import ActivationSpec
@@ -296,8 +297,8 @@ def test_a_forward_holds_no_more_weights_than_is_stated(
     for linear in (made.w13, made.w2):
         per_weight = linear.num_outputs * linear.num_inputs * blocks._operand_dtype(linear).itemsize
         monkeypatch.setattr(blocks, "_STEP_BYTES", 2 * per_weight)
-        rows = torch.empty(num_blocks, linear.num_inputs, device="meta")
-        table = torch.empty(num_blocks, dtype=torch.int64, device="meta")
+        rows = torch.empty(num_blocks, linear.num_inputs, device=DEVICE)
+        table = torch.empty(num_blocks, dtype=torch.int64, device=DEVICE)
         with Allocations() as counted:
             out = linear_by_block(rows, None, table, linear)
         # Three times the results: what was rounded, and products before they are widened.
@@ -329,7 +330,6 @@ def test_full_graph_with_routings_and_sizes_that_change(monkeypatch: pytest.Monk
     made.takes_blocks = True
     # Reads the sizes of groups.
     monkeypatch.delattr(linear_op, "active_groups")
-    torch.compiler.reset()
     compiled = torch.compile(experts_standard, fullgraph=True, backend="aot_eager")
     for num_tokens in (11, 9, 40):
         x, ids, weights = oracle.make_tokens(num_tokens, 64, 4, 2, torch.bfloat16)
@@ -343,19 +343,19 @@ def _route_without_data(request: LayerRequest) -> BoundRoute:
     is_quantized = quant.w13.is_quantized or quant.w2.is_quantized
     tensors = random_quantized(request)[0] if is_quantized else random_tensors(request)
     plan, _ = make_plan(manager, request, load_environment("h100"))
-    raw = RawWeights(tensors={key: tensor.to("meta") for key, tensor in tensors.items()})
+    raw = RawWeights(tensors={key: tensor.to(DEVICE) for key, tensor in tensors.items()})
     return BoundExperts(plan, prepare(plan, raw, None), manager).routes[0]
 
 
 def _run_without_data(name: str, mode: str) -> None:
-    """Tensors of this device have no data: whoever asks for a number, or a shape that depends on one, fails."""
     request = _request(name, a2a_backend=f"none.{mode}")
     route = _route_without_data(request)
     for num_tokens in (1, 9):
-        x = torch.empty(num_tokens, 72, dtype=TORCH_DTYPES[request.dtype], device="meta")
-        ids = torch.empty(num_tokens, 3, dtype=torch.int64, device="meta")
-        tokens, handle = route.dispatch(x, ids, torch.empty(num_tokens, 3, device="meta"))
-        out = route.combine(route.experts(tokens), handle)
+        x = torch.empty(num_tokens, 72, dtype=TORCH_DTYPES[request.dtype], device=DEVICE)
+        ids, weights = torch.empty_like(x[:, :3], dtype=torch.int64), torch.empty_like(x[:, :3], dtype=torch.float32)
+        with NothingOfTheHost():
+            tokens, handle = route.dispatch(x, ids, weights)
+            out = route.combine(route.experts(tokens), handle)
         assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import oracle
 import pytest
 import torch
+from without_data import DEVICE
 
 from moe_core.activation import SWIGLU_OAI, ActivationSpec
+from moe_core.kernels import blocks
 from moe_core.kernels.activation import activation_function
-from moe_core.kernels.expert_weights import ExpertLinear, Experts
+from moe_core.kernels.blocks import linear_by_block
+from moe_core.kernels.expert_weights import ExpertLinear, Experts, StoredLinear
 from moe_core.kernels.experts import experts_contiguous, experts_standard
 from moe_core.kernels.permute import gather_rows, permute
 from moe_core.payloads import Tensor
@@ -96,3 +99,12 @@ def test_full_graph_of_padded_rows() -> None:
     got = torch.compile(experts_contiguous, fullgraph=True, backend="aot_eager")(*arguments)
     rows = permutation.row_map.flatten()
     assert oracle.relative_error(got[rows], experts_contiguous(*arguments)[rows]) < 1e-6
+
+
+def test_products_of_fp16_with_wide_results_compile_for_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_writes_fp32", lambda device: True)
+    linear = StoredLinear(weight=torch.empty(4, 48, 64, dtype=torch.float16, device=DEVICE), weight_dtype="fp16")
+    compiled = torch.compile(linear_by_block, fullgraph=True, backend="aot_eager")
+    for num_blocks in (3, 5):
+        table = torch.empty(num_blocks, dtype=torch.int64, device=DEVICE)
+        assert compiled(torch.empty(4 * num_blocks, 64, device=DEVICE), None, table, linear).shape[1] == 48

@@ -11,7 +11,7 @@ from moe_core.errors import SpecError
 from moe_core.expert_names import PROJECTIONS
 from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, QuantScheme, read_layer
 from moe_core.quant.hf.name_list import is_listed
-from moe_core.quant.hf.weight import Weight, halves_of
+from moe_core.quant.hf.weight import Weight, experts_and_halves
 
 EXPERTS = "model.layers.3.mlp.experts"
 
@@ -127,7 +127,7 @@ def test_layer_zero_is_not_expert_zero() -> None:
     ],
 )
 def test_names_of_projections(module: str, expected: tuple[str, tuple[str, ...]]) -> None:
-    assert halves_of(module) == expected
+    assert experts_and_halves(module) == expected
 
 
 MIXED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.61*", "mtp*"]}

@@ -82,7 +82,7 @@ def test_every_page_is_in_the_index() -> None:
         assert f"(docs/{page})" in readme
 
 
-@pytest.mark.parametrize("name", ["hooks.md", "capabilities.md"])
+@pytest.mark.parametrize("name", ["hooks.md", "capabilities.md", "payloads.md"])
 def test_the_reference_is_what_the_docstrings_say(name: str) -> None:
     page = _reference().PAGES[name]()
     assert (DOCS / name).read_text(encoding="utf-8") == page, "run docs/make_reference.py"

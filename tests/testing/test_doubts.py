@@ -9,12 +9,12 @@ from right_forward import STYLES, right_forward
 from moe_core import LayerRequest
 from moe_core.quant import MXFP8, NVFP4, SCHEMES, W8A8_INT8, LayerQuant
 from moe_core.testing import stored as drawing
-from moe_core.testing.compare import error_of, problem_of, problem_with, relative_error
+from moe_core.testing.compare import layer_error, layer_mismatch, mismatch, relative_error
 from moe_core.testing.doubts import nearest_answer
 from moe_core.testing.reference import by_expert
 from moe_core.testing.rounding import activation_rounder
 from moe_core.testing.sizes import base_sizes
-from moe_core.testing.stored import StoredLayer, draw_layer
+from moe_core.testing.stored import DrawnLayer, draw_layer
 from moe_core.testing.tolerance import tolerance
 
 #: Schemes whose activations have one answer for each token.
@@ -26,7 +26,7 @@ _LAYERS = 12
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def drawn(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerRequest, StoredLayer, Tokens]:
+def drawn(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerRequest, DrawnLayer, Tokens]:
     """One token of a layer that is drawn anew for each index; every other one is small."""
     quant = LayerQuant.of(SCHEMES[name])
     sizes = base_sizes(quant, ())
@@ -54,12 +54,12 @@ def test_what_rounds_otherwise_is_right_and_what_is_wrong_beside_it_shows(
         request, stored, tokens = drawn(name, index, monkeypatch)
         limit = tolerance(request)
         output = right_forward(stored, request, tokens, STYLES[index // 2 % len(STYLES)])
-        assert error_of(output, stored.reference, tokens, limit) < 0.6 * limit
-        assert problem_with(output, stored.reference, tokens, limit) is None
+        assert layer_error(output, stored.reference, tokens, limit) < 0.6 * limit
+        assert layer_mismatch(output, stored.reference, tokens, limit) is None
         spoilt = output.clone()
         spoilt[0, 3] += output.norm() / request.hidden_size**0.5
-        seen["all"] += problem_with(output * 1.25, stored.reference, tokens, limit) is not None
-        seen["one"] += problem_with(spoilt, stored.reference, tokens, limit) is not None
+        seen["all"] += layer_mismatch(output * 1.25, stored.reference, tokens, limit) is not None
+        seen["one"] += layer_mismatch(spoilt, stored.reference, tokens, limit) is not None
     # In half of the layers one token has 18 values per slot: where the largest of them is in doubt, much fits.
     assert min(seen.values()) >= _LAYERS - 2, seen
 
@@ -69,7 +69,7 @@ def test_without_doubts_right_layers_would_fail(monkeypatch: pytest.MonkeyPatch)
     for index in range(12):
         request, stored, tokens = drawn("nvfp4", index, monkeypatch)
         output = right_forward(stored, request, tokens, STYLES[0])
-        failed += problem_of(output, stored.reference(*tokens), tolerance(request)) is not None
+        failed += mismatch(output, stored.reference(*tokens), tolerance(request)) is not None
     assert failed > 2
 
 
@@ -117,4 +117,4 @@ def test_every_combination_of_codes_in_doubt_is_found(monkeypatch: pytest.Monkey
     output = layer.finished(rows, slots).sum(0, keepdim=True)
     assert relative_error(output, layer(*tokens)) > 0.005
     # The search stops at a quarter of the tolerance.
-    assert error_of(output, layer, tokens, 0.01) < 0.003
+    assert layer_error(output, layer, tokens, 0.01) < 0.003

@@ -25,7 +25,7 @@ from moe_core.specs import Limit
 from moe_core.testing import BackendConformance, Case, ConformanceError, Kit, NotRun, formats
 from moe_core.testing.cells import activations_of, cells_of, schemes_of
 from moe_core.testing.checks.ranks import why_untried
-from moe_core.testing.compare import problem_of, relative_error, require_answer, require_apart
+from moe_core.testing.compare import mismatch, relative_error, require_answer, require_apart
 from moe_core.testing.memory import PoisonedMemory, State
 from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED
 from moe_core.testing.parallel import run_cases
@@ -162,7 +162,7 @@ def test_a_misreading_is_named(quant: QuantScheme) -> None:
     named = 0
     for reading in readings(stored):
         output = reading.layer(*tokens)
-        if problem_of(output, stored.reference(*tokens), limit) is None:
+        if mismatch(output, stored.reference(*tokens), limit) is None:
             continue
         with pytest.raises(ConformanceError) as raised:
             require_answer(output, stored, tokens, limit, "an output")
@@ -185,9 +185,9 @@ def test_what_is_wrong_with_an_output(spoil: object, message: str) -> None:
     want = torch.randn(24, 1024, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want[3] = 0.0
     out = want.clone()
-    assert problem_of(out, want, 0.02) is None
+    assert mismatch(out, want, 0.02) is None
     spoil(out)  # type: ignore[operator]
-    assert message in (problem_of(out, want, 0.02) or "")
+    assert message in (mismatch(out, want, 0.02) or "")
 
 
 # --- what is tried -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -52,10 +53,13 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_a_right_backend(call: Call) -> None:
     code, out, err = call("right")
     assert code == 0
-    plugin, pair, *_ = err.splitlines()
+    first, declared, total, plugin, *pairs = err.splitlines()
+    assert first == "reading what right declares ..."
+    assert declared.startswith("reading what right declares: ")
+    assert re.fullmatch(r"right: \d+ checks", total)
     assert plugin.startswith("right: 3 passed, 0 failed, 1 not run, ")
-    assert ": 0 passed" not in pair
-    assert len({line.partition(": ")[0] for line in err.splitlines()}) == len(err.splitlines())
+    assert ": 0 passed" not in pairs[0]
+    assert len({line.partition(": ")[0] for line in pairs}) == len(pairs)
     assert "right: passed (" in out
     assert "0 failed, 1 not run" in out
     assert "torch:none.standard + right:toy.standard" in out

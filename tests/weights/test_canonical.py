@@ -35,3 +35,9 @@ def test_tiles_of_rows_need_their_size(layout: str, name: str) -> None:
     # Two tiles: of the halves, or one over the end of the gate.
     with pytest.raises(WeightsError, match=r"cannot be reordered from .* use moe_core.weights.loading.cut"):
         canonical_weights({"w13": torch.zeros(2, 8, 3), name: torch.zeros(2, 2, 1)}, layout=layout)
+
+
+def test_scales_alone_are_put_in_order() -> None:
+    # Which tensor is missing is for the loader to say.
+    rows = torch.arange(8.0)[None, :, None]
+    assert canonical_weights({"w13_scale": rows}, layout="up_gate")["w13_scale"].flatten().tolist()[:4] == [4, 5, 6, 7]

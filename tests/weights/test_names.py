@@ -78,6 +78,26 @@ def test_a_module_without_tensors() -> None:
 
 
 @pytest.mark.error_path
+def test_rows_that_lie_by_turns_are_no_halves() -> None:
+    names = frozenset({"experts.w13_weight", "experts.w13_weight_scale", "experts.w2_weight"})
+    with pytest.raises(WeightsError, match=r"w13 is stored under none of .* there are experts\.w13_weight"):
+        find_parts(names, "experts", StoredLayer(StoredScheme(BF16), StoredScheme(BF16)), gated=True, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "router"),
+    [
+        ("model.layers.0.block_sparse_moe", "router.layer.weight"),
+        ("model.layers.0.mlp.experts", "e_score_correction_bias"),
+    ],
+)
+def test_a_router_below_the_module_is_not_of_the_experts(module: str, router: str) -> None:
+    experts = {f"{module}.3.gate_proj.weight", f"{module}.3.gate_proj.weight_scale"}
+    names = [*experts, f"{module}.{router}"]
+    assert names_below(InMemory(dict.fromkeys(names, torch.zeros(1))), module) == experts
+
+
+@pytest.mark.error_path
 def test_projections_of_unknown_names() -> None:
     names = frozenset({"experts.0.fc1.weight", "experts.0.fc2.weight"})
     with pytest.raises(

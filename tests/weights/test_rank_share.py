@@ -13,7 +13,17 @@ from safetensors.torch import save_file
 from stored_experts import MODULE, save, write_layer
 
 from moe_core.placement import ExpertPlacement
-from moe_core.quant import BF16, FP8_BLOCK128, NVFP4, W4A8_INT8, W8A8_INT8, LayerQuant, StoredLayer, StoredScheme
+from moe_core.quant import (
+    BF16,
+    FP8_BLOCK128,
+    NVFP4,
+    W4A8_INT8,
+    W8A8_INT8,
+    LayerQuant,
+    QuantScheme,
+    StoredLayer,
+    StoredScheme,
+)
 from moe_core.weights.bands import StoredLayout
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import cut, load_experts
@@ -188,3 +198,14 @@ def test_a_cut_gives_back_whole_weights_and_makes_scales(tmp_path: Path) -> None
     assert share["w13"] is full["w13"]
     assert share["w2"] is full["w2"]
     assert torch.equal(share["w13_scale"], full["w13_scale"].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize(("scheme", "storage"), [(BF16, "plain"), (FP8_BLOCK128, "scaled"), (W8A8_INT8, "scaled")])
+def test_the_default_device_of_the_caller_does_not_matter(scheme: QuantScheme, storage: str, tmp_path: Path) -> None:
+    # Models are often built and loaded with an accelerator as the default device.
+    request = make_request(scheme, tp_size=2)
+    stored = write_layer(tmp_path, request, (storage, storage))
+    layer = stored_layer(request, storage)
+    with Checkpoint(tmp_path) as checkpoint, torch.device("meta"):
+        share = load_experts(checkpoint, MODULE, request, layer, tp_rank=1)
+    check(share, request, wanted_share(stored, request, (0, 1, 2), 1))

@@ -50,15 +50,16 @@ class AllToAll:
         self._num_slots, self._top_k, self._hidden = request.num_slots, request.top_k, request.hidden_size
         self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
         shares = [len(request.local_slots(rank)) for rank in range(group.size)]
-        self._owner = torch.arange(group.size).repeat_interleave(torch.tensor(shares))
-        self._local = torch.cat([torch.arange(share, dtype=torch.int32) for share in shares])
+        owner = [rank for rank, share in enumerate(shares) for _ in range(share)]
+        local = [index for share in shares for index in range(share)]
+        self._owner = torch.tensor(owner, dtype=torch.int64, device=group.device)
+        self._local = torch.tensor(local, dtype=torch.int32, device=group.device)
 
     def dispatch(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[StandardTokens, Exchange]:
         """`[T, H]` of this rank -> the rows `[R, H]` that need this rank's experts, with local ids `[R, K]`."""
         topk_ids, topk_weights = checked_slots(topk_ids, topk_weights, self._num_slots)
-        self._to(topk_ids.device)
         safe = topk_ids.long().clamp(min=0)
         owner = torch.where(topk_ids < 0, -1, self._owner[safe])
         wanted = (owner[:, None, :] == torch.arange(self._size, device=owner.device)[:, None]).any(-1)
@@ -76,10 +77,6 @@ class AllToAll:
         message = rows.to(self._dtype).contiguous().view(torch.uint8)
         returned = self._send(message, exchange.received, exchange.sent)
         return combine(returned.view(self._dtype), exchange.row_map, None, self._dtype)
-
-    def _to(self, device: torch.device) -> None:
-        if self._owner.device != device:
-            self._owner, self._local = self._owner.to(device), self._local.to(device)
 
     def _exchange_counts(self, wanted: Tensor, rank: Tensor, token: Tensor) -> Exchange:
         sent = wanted.sum(0)

@@ -38,13 +38,11 @@ class LocalIds:
         self._num_slots, slots = plan.request.num_slots, plan.request.local_slots(group.rank)
         self._table: Tensor | None = None
         if len(slots) < self._num_slots:
-            self._table = torch.full((self._num_slots,), -1)
-            self._table[slots.start : slots.stop] = torch.arange(len(slots))
+            self._table = torch.full((self._num_slots,), -1, device=group.device)
+            self._table[slots.start : slots.stop] = torch.arange(len(slots), device=group.device)
 
     def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """The local ids and the weights; slots out of range are as in `checks.checked_slots`."""
-        if self._table is not None and self._table.device != topk_ids.device:
-            self._table = self._table.to(topk_ids.device)
         if topk_ids.device.type != "cpu" and can_assert(topk_ids):
             # One launch.
             return ops.checked_ids(topk_ids, self._num_slots, self._table), topk_weights

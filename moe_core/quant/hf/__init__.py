@@ -1,7 +1,7 @@
 """The quantization configurations of Hugging Face checkpoints, one module per ecosystem.
 
 A reader answers for one `Weight`; this file finds the reader and puts the answers together. What a reader does not
-understand is an error: a scheme that is nearly right computes fluent nonsense.
+understand is an error (`SpecError`): a scheme that is nearly right computes fluent nonsense.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_core.quant.hf.gptq_awq import read_awq, read_gptq
 from moe_core.quant.hf.modelopt import read_modelopt
 from moe_core.quant.hf.modelslim import is_description, read_modelslim
 from moe_core.quant.hf.mxfp4 import read_mxfp4
-from moe_core.quant.hf.weight import Weight, halves_of
+from moe_core.quant.hf.weight import Weight, experts_and_halves
 from moe_core.quant.stored import StoredLayer, StoredScheme
 
 Reader = Callable[[Mapping[str, Any], Weight], StoredScheme]
@@ -59,7 +59,7 @@ def read_layer(
     Raises:
         SpecError: As `QuantScheme.from_hf`, or gate and up differ, which share one GEMM.
     """
-    if halves_of(experts_module)[0] != experts_module:
+    if experts_and_halves(experts_module)[0] != experts_module:
         raise SpecError(f"read_layer: {experts_module!r} is a projection, expected the experts module above it")
     w13 = ("gate", "up") if gated else ("up",)
     first, second = (_agreed(config, experts_module, halves, dtype, num_experts) for halves in (w13, ("down",)))
@@ -68,7 +68,7 @@ def read_layer(
 
 def read_scheme(config: Mapping[str, Any] | None, module_name: str, dtype: str) -> StoredScheme:
     """What one projection is stored as, or a module whose projections are alike; else as `QuantScheme.from_hf`."""
-    experts, halves = halves_of(module_name)
+    experts, halves = experts_and_halves(module_name)
     return _agreed(config, experts, halves, dtype)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.expert_names import FUSED, HALVES, PROJECTIONS
-from moe_core.expert_names import halves_of as halves_of_projection
+from moe_core.expert_names import FUSED, HALVES, PROJECTIONS, halves_of
 from moe_core.quant.scheme import QuantScheme
 from moe_core.quant.stored import StoredScheme
 from moe_core.vocabulary import FLOAT_DTYPES, one_of
@@ -107,10 +106,10 @@ class Weight:
         return {name: int(single[1]) for name, single in found if single} if self.experts else {}
 
 
-def halves_of(module: str) -> tuple[str, tuple[str, ...]]:
+def experts_and_halves(module: str) -> tuple[str, tuple[str, ...]]:
     """The experts module that a name belongs to, and the halves it means: all of them for the module itself."""
     head, _, leaf = module.rpartition(".")
-    meant = halves_of_projection(leaf)
+    meant = halves_of(leaf)
     if not meant:
         return module, HALVES
     above, _, index = head.rpartition(".")

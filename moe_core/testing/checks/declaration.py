@@ -6,12 +6,14 @@ import ast
 import functools
 import inspect
 import json
+import math
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from moe_core.declared import Candidate, DeclaredRunner
 from moe_core.errors import MoeCoreError
 from moe_core.payloads import PreparedWeights
 from moe_core.plugin_checks import HOOKS, SELECT_HOOKS
+from moe_core.specs import Limit
 from moe_core.testing.backend import HELPER, Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import cells_of
@@ -101,7 +104,7 @@ def check_specs(backend: Backend) -> None:
                 literal, "hook_api must be written as a number: an imported constant fits every version of the core"
             )
     for part in backend.own_parts:
-        _check_limits(part.full_name, part.spec)
+        _check_limits(part.full_name, part.spec.limits)
 
 
 def _parsed(function: Any) -> ast.AST:
@@ -111,23 +114,34 @@ def _parsed(function: Any) -> ast.AST:
         return ast.Module(body=[], type_ignores=[])
 
 
-def _check_limits(name: str, spec: Any) -> None:
-    for limit in spec.limits:
-        below = [other for other in spec.limits if (other.field, other.relation) == (limit.field, ">=")]
-        for other in below if limit.relation == "<=" else ():
-            require(limit.value >= other.value, f"{name}: no size keeps both {limit} and {other}")
+def _check_limits(name: str, limits: Sequence[Limit]) -> None:
+    for field in dict.fromkeys(limit.field for limit in limits):
+        own = [limit for limit in limits if limit.field == field]
+        texts = ", ".join(map(str, own))
+        require(any(_allow(own, size) for size in _sizes_to_try(own)), f"{name}: no size keeps all of {texts}")
+
+
+def _allow(limits: Sequence[Limit], size: int) -> bool:
+    return all(limit.allows(size) for limit in limits)
+
+
+def _sizes_to_try(limits: Sequence[Limit]) -> Iterable[int]:
+    """Sizes of which one keeps the limits of one field if any size does."""
+    least, step = 1, 1
+    for limit in limits:
+        if isinstance(limit.value, tuple):
+            return limit.value
+        least = max(least, limit.value) if limit.relation == ">=" else least
+        step = math.lcm(step, limit.value) if limit.relation == "multiple_of" else step
+    return (-(-least // step) * step,)
 
 
 def check_signatures(backend: Backend) -> None:
-    """Each hook's arguments and annotations are those of its specification, compared as texts."""
+    """Each hook's annotations are those of its specification, compared as texts; loading compared its arguments."""
     implemented = [hook for hook in HOOKS if vars(backend.module).get(hook) is not None]
     for hook in implemented:
         function = inspect.unwrap(getattr(backend.module, hook))
         specified = getattr(hookspecs, hook).__annotations__
-        given = function.__code__.co_varnames[: function.__code__.co_argcount]
-        strangers = [name for name in given if name not in specified]
-        known = ", ".join(name for name in specified if name != "return")
-        require(not strangers, f"{hook} takes {', '.join(strangers)}; the hook has {known or 'no arguments'}")
         for name, annotation in function.__annotations__.items():
             require(isinstance(annotation, str), f"{hook}: begin the module with `from __future__ import annotations`")
             is_known = _words(annotation) <= _words(specified[name]) or annotation in ("Any", "object")
@@ -184,4 +198,4 @@ def _check_selection(backend: Backend) -> None:
 def _call(backend: Backend, hook: str, **arguments: Any) -> Any:
     function = getattr(backend.module, hook)
     names = inspect.unwrap(function).__code__.co_varnames[: inspect.unwrap(function).__code__.co_argcount]
-    return function(**{name: arguments[name] for name in names})
+    return function(*(arguments[name] for name in names))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -27,12 +29,13 @@ _MORE_ROWS = 2
 def check_padding(bench: Bench) -> None:
     """Undefined rows hold NaN, before the experts and after them, and reach no result."""
     tokens = bench.tokens(5)
-    dispatched, handle = bench.route.dispatch(*tokens)  # type: ignore[misc]
+    dispatch, experts, combine = bench.steps
+    dispatched, handle = dispatch(*tokens)
     if isinstance(dispatched, StandardTokens):
         raise NotRun("standard tokens have no padding")
     route = bench.plan.routes[0]
     spoilt, num_rows = _spoilt(dispatched, route.row_alignment, route.token_dtype)
-    rows = bench.route.experts(spoilt)  # type: ignore[misc]
+    rows = experts(spoilt)
     expected = spoilt.hidden_states.shape[:-1]
     require(rows.shape[:-1] == expected, f"rows {list(rows.shape)} for tokens {list(spoilt.hidden_states.shape)}")
     if isinstance(spoilt, MaskedTokens):
@@ -42,7 +45,7 @@ def check_padding(bench: Bench) -> None:
     else:
         rows = rows[:num_rows].clone()
         _poison_between(rows, spoilt)
-    output = bench.route.combine(rows, handle)  # type: ignore[misc]
+    output = combine(rows, handle)
     bench.require(tokens, "with NaN in every undefined row", output)
 
 
@@ -112,7 +115,7 @@ def check_inputs(bench: Bench) -> None:
 
 
 def check_process_state(bench: Bench) -> None:
-    """Preparing, binding and running leave the environment, torch's settings and random generators as they were."""
+    """Preparing, binding and running print nothing and leave variables, settings and random generators as they were."""
     found = _changed_by_a_load(bench)
     require(not found, f"a load and a forward changed {', '.join(found)}")
     backend = bench.backend
@@ -127,12 +130,14 @@ def check_process_state(bench: Bench) -> None:
 
 def _changed_by_a_load(bench: Bench) -> list[str]:
     tokens = bench.tokens()
-    with torch.random.fork_rng():
+    printed = io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
         # A state that no backend sets, or one that seeds in every load would go unnoticed.
         torch.manual_seed(0x5EED)
         before = State.now()
         bench.run(tokens, bench.bind(bench.prepare()))
-        return State.now().changed_since(before)
+        found = State.now().changed_since(before)
+    return [*found, *([f"stdout, by {printed.getvalue()[:80]!r}"] if printed.getvalue() else [])]
 
 
 def _changed_by_the_first_load(
@@ -181,9 +186,10 @@ def check_batch_invariance(bench: Bench) -> None:
 def check_repeatability(bench: Bench) -> None:
     """A dispatcher that is declared `deterministic` gives the same bits for equal tokens and equal rows."""
     tokens = bench.tokens()
-    dispatched, handle = bench.route.dispatch(*tokens)  # type: ignore[misc]
-    rows = bench.route.experts(dispatched)  # type: ignore[misc]
-    first = bench.route.combine(rows.clone(), handle)  # type: ignore[misc]
-    _, handle = bench.route.dispatch(*tokens)  # type: ignore[misc]
-    second = bench.route.combine(rows.clone(), handle)  # type: ignore[misc]
+    dispatch, experts, combine = bench.steps
+    dispatched, handle = dispatch(*tokens)
+    rows = experts(dispatched)
+    first = combine(rows.clone(), handle)
+    _, handle = dispatch(*tokens)
+    second = combine(rows.clone(), handle)
     require(torch.equal(first, second), "equal tokens and equal rows give different bits")

@@ -8,11 +8,12 @@ import attrs
 import torch
 
 from moe_core.payloads import TORCH_DTYPES
+from moe_core.quant import PER_TENSOR
 from moe_core.testing.bench import Bench
-from moe_core.testing.compare import APART, Tokens, error_of, problem_with, require_apart
+from moe_core.testing.compare import APART, Tokens, layer_error, layer_mismatch, require_apart
 from moe_core.testing.outcome import NotRun, require
 from moe_core.testing.rounding import LARGEST, unrounded
-from moe_core.testing.stored import StoredLayer
+from moe_core.testing.stored import DrawnLayer
 
 #: Size of the values beside an outlier, such that the outlier itself is finite in fp16.
 _SMALL = 0.25
@@ -23,11 +24,13 @@ _SMALLEST_STEP = {"fp8": 2.0**-9, "int8": 1.0, "int4": 1.0, "fp4": 0.5}
 
 
 def check_answer(bench: Bench) -> None:
-    """The output is the float64 answer, as near as this cell's roundings allow, and the same for a second call."""
+    """The output is the float64 answer, as near as this cell's roundings allow, also with something to do meanwhile."""
     tokens = bench.tokens()
     bench.require(tokens, "random tokens")
-    again = bench.tokens(seed=1)
-    bench.require(again, "a second forward")
+    again, calls = bench.tokens(seed=1), []
+    output = bench.run(again, overlap=lambda: calls.append(1))
+    bench.require(again, "a second forward, which runs something between dispatch and combine", output)
+    require(len(calls) == 1, f"what runs between dispatch and combine was called {len(calls)} times")
 
 
 def check_gate_up_order(bench: Bench) -> None:
@@ -60,13 +63,32 @@ def check_router_weights(bench: Bench) -> None:
 
 
 def check_value_range(bench: Bench) -> None:
-    """Tokens of zeros give no NaN, and values beyond fp16, as real layers have them, are no infinity."""
+    """Tokens of zeros give no NaN, values beyond fp16 no infinity, and a token of NaN spoils no other.
+
+    What fills a batch up, to the size of a graph for example, may hold anything.
+    """
     hidden, ids, weights = bench.tokens()
     hidden = hidden.clone()
     hidden[0] = 0.0
     bench.require((hidden, ids, weights), "a token of zeros")
     if bench.request.dtype != "fp16":
         bench.require((hidden * _LARGE, ids, weights), f"tokens {_LARGE:.0f} times as large")
+    if not _shares_a_scale(bench):
+        _check_isolation(bench, bench.tokens())
+
+
+def _shares_a_scale(bench: Bench) -> bool:
+    """Whether one scale is found from all rows together, so that none is computed by itself."""
+    schemes = (bench.request.quant.w13, bench.request.quant.w2)
+    return any(s.activation_scaling == "dynamic" and s.activation_group == PER_TENSOR for s in schemes)
+
+
+def _check_isolation(bench: Bench, tokens: Tokens) -> None:
+    hidden, ids, weights = (tensor.clone() for tensor in tokens)
+    hidden[1] = torch.nan
+    others = torch.arange(len(hidden), device=hidden.device) != 1
+    output = bench.run((hidden, ids, weights))[others]
+    bench.require((hidden[others], ids[others], weights[others]), "beside a token of NaN", output)
 
 
 def check_features(bench: Bench) -> None:
@@ -97,11 +119,11 @@ def check_activation_rounding(bench: Bench) -> None:
     tokens = (hidden, ids, weights)
     stored = _without_channels(bench.drawn(0, one_input_scale=True), width, packed=scheme.weight_bits == 4)
     exact = attrs.evolve(stored.reference, round1=unrounded)
-    distance = error_of(exact(*tokens), stored.reference, tokens, bench.tolerance)
+    distance = layer_error(exact(*tokens), stored.reference, tokens, bench.tolerance)
     proves = f"this check proves nothing here: rounded and exact activations are {distance:.2g} apart"
     require(distance > APART * bench.tolerance, proves)
     output = bench.run(tokens, bench.bind(bench.prepare(bench.raw(stored))))
-    looks_exact = problem_with(output, exact, tokens, bench.tolerance) is None
+    looks_exact = layer_mismatch(output, exact, tokens, bench.tolerance) is None
     require(not looks_exact, f"activations are not rounded to {scheme.activation_dtype}, as {scheme} says they are")
     bench.require(tokens, "activations beside an outlier", output, stored)
 
@@ -123,7 +145,7 @@ def _outlier(dtype: str) -> float:
     return 0.75 * 2.0 ** math.floor(math.log2(LARGEST[dtype] / _SMALLEST_STEP[dtype] * _SMALL / 0.6))
 
 
-def _without_channels(stored: StoredLayer, width: int, packed: bool) -> StoredLayer:
+def _without_channels(stored: DrawnLayer, width: int, packed: bool) -> DrawnLayer:
     """The layer with zero weights in every `width`-th input channel of `w13`."""
     tensors, values = dict(stored.tensors), stored.reference.w13.clone()
     codes = tensors["w13"].clone().view(torch.uint8)
@@ -137,7 +159,7 @@ def _without_channels(stored: StoredLayer, width: int, packed: bool) -> StoredLa
 
 
 def check_output_form(bench: Bench) -> None:
-    """Output and rows have the layer's dtype; the output has the input's shape and device, and memory of its own."""
+    """Output and rows have the layer's dtype; the output has the input's shape and device and is plain, new memory."""
     tokens = bench.tokens()
     output = bench.run(tokens)
     dtype = TORCH_DTYPES[bench.request.dtype]
@@ -146,6 +168,8 @@ def check_output_form(bench: Bench) -> None:
     require(output.device == tokens[0].device, f"the output lies on {output.device}, the input on {tokens[0].device}")
     inputs = {tensor.untyped_storage().data_ptr() for tensor in tokens}
     require(output.untyped_storage().data_ptr() not in inputs, "the output shares memory with an input")
+    require(output.is_contiguous(), f"the output {list(output.shape)} has strides {list(output.stride())}")
+    require(not output.requires_grad, "the output requires grad, so that every forward's memory would be kept")
     _check_rows(bench, tokens)
 
 

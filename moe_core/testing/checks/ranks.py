@@ -19,7 +19,7 @@ from moe_core.testing.backend import Backend
 from moe_core.testing.bench import Bench
 from moe_core.testing.cells import Cell, cells_of
 from moe_core.testing.checks.shares import placement_with_copies
-from moe_core.testing.compare import problem_with
+from moe_core.testing.compare import Tokens, layer_mismatch
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.pairs import serves_one_rank
 from moe_core.testing.ranks import RankError, run_on_ranks
@@ -29,6 +29,8 @@ from moe_core.testing.sizes import Sizes
 GROUP_SIZES = (3, 2, 4)
 #: Tokens of each rank: some, none, one, many.
 _RAGGED = (4, 0, 1, 6)
+#: Of the tokens of both forwards, one for each rank from these on.
+_SEEDS = (50, 0)
 #: What layers after the first one say of how many tokens a rank brings: enough for all of them.
 _FEW_TOKENS = 8
 
@@ -88,7 +90,10 @@ def _placements_of(cell: Cell) -> list[ExpertPlacement]:
 
 
 def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
-    """Each rank has its own tokens, one has none, experts are uneven: every rank gets its tokens' answers, twice."""
+    """Each rank has its own tokens, one has none, experts are uneven: every rank gets its tokens' answers, twice.
+
+    The second forward has something to do between dispatch and combine, so that it receives later than it sends.
+    """
     transport = _transport(backend.device)
     if not backend.is_importable:
         raise NotRun(f"module {backend.module.__name__} has no file, so that no other process can import it")
@@ -112,7 +117,8 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     require(not raised, "; ".join(raised))
     for index, bench in enumerate(benches):
         for rank in range(size):
-            _compare(bench, rank, size, answers[rank][index])
+            for seed, output in zip(_SEEDS, answers[rank][index], strict=True):
+                _compare(bench, rank, size, bench.tokens(_RAGGED[rank], seed=seed + rank), output)
 
 
 def _transport(device: str) -> str:
@@ -124,10 +130,9 @@ def _transport(device: str) -> str:
         raise NotRun(f"no transport between ranks on device {device} is known here") from None
 
 
-def _compare(bench: Bench, rank: int, size: int, output: Any) -> None:
-    tokens = bench.tokens(_RAGGED[rank], seed=rank)
+def _compare(bench: Bench, rank: int, size: int, tokens: Tokens, output: Any) -> None:
     where = f"{bench.cell}, {bench.request.placement.kind} experts: rank {rank} of {size}, {_RAGGED[rank]} tokens"
-    problem = problem_with(torch.from_numpy(output), bench.stored.reference, tokens, bench.tolerance)
+    problem = layer_mismatch(torch.from_numpy(output), bench.stored.reference, tokens, bench.tolerance)
     require(problem is None, f"{where}: {problem}")
 
 
@@ -166,16 +171,16 @@ def _outputs(
     device: str,
     layers: list[tuple[Cell, Sizes, ExpertPlacement]],
 ) -> list[Any]:
-    """A rank's job: its output of the second of two forwards for each layer, as arrays."""
+    """A rank's job: its outputs of two forwards for each layer, as arrays."""
     backend = Backend(plugin, environment=environment, device=device, companions=companions)
     found = []
     for cell, sizes, placement in layers:
         bench = Bench(backend, cell, sizes, group=group, placement=placement)
         try:
-            bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank + 50))
-            output = bench.run(bench.tokens(_RAGGED[group.rank], seed=group.rank))
+            first, second = (bench.tokens(_RAGGED[group.rank], seed=seed + group.rank) for seed in _SEEDS)
+            outputs = bench.run(first), bench.run(second, overlap=lambda: None)
         except MoeCoreError as error:
             error.add_note(f"cell {cell}, {placement.kind} experts")
             raise
-        found.append(output.detach().double().cpu().numpy())
+        found.append([output.detach().double().cpu().numpy() for output in outputs])
     return found

@@ -14,8 +14,8 @@ from moe_core.testing.outcome import NotRun, require
 _ROW_COUNTS = (1, 2, 3, 5)
 #: Row counts of larger tiles are tried up to here.
 _MOST_ROWS = 257
-#: Tokens of batches that follow each other: more and fewer, and some as many as before.
-_BATCHES = (65, 17, 65, 1, 130, 17)
+#: Tokens of batches that follow each other: more and fewer, some as many as before, and once very many.
+_BATCHES = (65, 17, 65, 1, 130, 17, 1031)
 
 
 def check_missing_experts(bench: Bench) -> None:
@@ -110,9 +110,16 @@ def check_row_counts(bench: Bench) -> None:
 
 
 def check_batch_sizes(bench: Bench) -> None:
-    """Batches grow and shrink, each with a routing of its own: nothing is kept from one to the next."""
+    """Batches grow and shrink, each with a routing of its own: nothing is kept from one to the next.
+
+    The first is inside of `torch.inference_mode`: what is made there cannot be written to outside.
+    """
+    layer = bench.bind(bench.prepare())
     for seed, count in enumerate(_BATCHES):
-        bench.require(bench.tokens(count, seed=seed), f"{count} tokens, the batch number {seed + 1}")
+        tokens = bench.tokens(count, seed=seed)
+        with torch.inference_mode(seed == 0):
+            output = bench.run(tokens, layer)
+        bench.require(tokens, f"{count} tokens, the batch number {seed + 1}", output)
 
 
 def check_id_layouts(bench: Bench) -> None:

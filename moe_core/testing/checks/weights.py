@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from moe_core.payloads import RawWeights, Tensor
@@ -74,7 +78,7 @@ def check_rebalancing(bench: Bench) -> None:
 
 
 def check_released_memory(bench: Bench) -> None:
-    """A preparation that copies gives back each expert's raw memory, once, and does not read it any more."""
+    """A preparation that copies gives back each expert's raw memory, once, and neither reads nor keeps it."""
     for reload in (False, True):
         raw = bench.raw(bench.other)
         released: list[int] = []
@@ -89,6 +93,11 @@ def check_released_memory(bench: Bench) -> None:
         kept = sorted(set(range(len(bench.experts))) - set(released))
         require(not kept, f"{'a reload' if reload else 'a load'} keeps the raw memory of experts {kept}: {advice}")
         require(len(released) == len(set(released)), f"expert memory was released twice: {released}")
+        memory = {name: weakref.ref(tensor.untyped_storage()) for name, tensor in raw.tensors.items()}
+        del raw
+        gc.collect()
+        held = [name for name, storage in memory.items() if storage() is not None]
+        require(not held, f"something still holds the raw tensors {', '.join(held)}, although they were copied")
         tokens = bench.tokens()
         text = "after the raw memory that was released had been overwritten"
         bench.require(tokens, text, bench.run(tokens, bench.bind(prepared)), bench.other)
@@ -127,7 +136,9 @@ def _copies(raw: RawWeights) -> list[tuple[str, Tensor]]:
     return [(name, tensor.clone()) for name, tensor in raw.tensors.items()]
 
 
-def _destroying(raw: RawWeights, released: list[int]):  # type: ignore[no-untyped-def]
+def _destroying(raw: RawWeights, released: list[int]) -> Callable[[int], None]:
+    """What notes which expert is given back, and poisons its raw memory."""
+
     def release(expert: int) -> None:
         released.append(expert)
         for tensor in raw.tensors.values():

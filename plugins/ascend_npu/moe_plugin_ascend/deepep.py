@@ -81,7 +81,7 @@ class NormalExchange(_Exchange):
             InputError: The group has no process group.
             PluginError: The library cannot be loaded or has other functions.
         """
-        super().__init__(plan, route, group, LibraryIds(plan.request), NORMAL)
+        super().__init__(plan, route, group, LibraryIds(plan.request, group.device), NORMAL)
         buffer = self._shared.buffer
         takes_dtype = "quant_mode" in inspect.signature(buffer.dispatch).parameters
         self._arguments = {"quant_mode": self._dtype} if takes_dtype else {}
@@ -136,7 +136,7 @@ class LowLatencyExchange(_Exchange):
 
     def __init__(self, plan: MoEPlan, route: Route, group: ExpertGroup) -> None:
         """Get the buffer; errors as `NormalExchange`."""
-        ids = LibraryIds(plan.request)
+        ids = LibraryIds(plan.request, group.device)
         geometry = low_latency_geometry(plan, route, ids.num_experts)
         super().__init__(plan, route, group, ids, geometry)
         buffer, self._capacity = self._shared.buffer, geometry.capacity

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from moe_core.kernels.checks import checked_slots
 from moe_core.kernels.slots import EvenIds
 from moe_core.payloads import Tensor
@@ -15,15 +17,16 @@ class LibraryIds:
         num_experts: The library's experts, as many on every rank.
     """
 
-    def __init__(self, request: LayerRequest) -> None:
-        """Look up the ranks' shares."""
-        self._even, self._num_slots = EvenIds(request), request.num_slots
+    def __init__(self, request: LayerRequest, device: torch.device | None) -> None:
+        """Look up the ranks' shares; `device` is where slots will come (`ExpertGroup.device`)."""
+        self._even, self._num_slots = EvenIds(request, device), request.num_slots
         self.num_experts = self._even.num_experts
 
     def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids, int64, -1 as it is, and the weights; slots out of range are as in `checks.checked_slots`."""
+        """The ids, int64, -1 as it is, with weight zero; slots out of range are as in `checks.checked_slots`."""
         ids, weights = checked_slots(topk_ids, topk_weights, self._num_slots)
-        return self._even.of_checked(ids.long()), weights.float()
+        # A router may have left anything in the weight of a slot without expert.
+        return self._even.of_checked(ids.long()), torch.where(ids < 0, 0.0, weights.float())
 
 
 def at_least_one(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
         post_norm=weights.post_norm,
         is_padded=route.row_alignment > 1,
     )
-    return experts  # type: ignore[return-value]
+    return experts
 
 
 @attrs.frozen(eq=False)

@@ -23,7 +23,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGro
         InputError: The group has no process group.
         PluginError: The installed library cannot be loaded or is too old.
     """
-    mode, ids_of = FUSE_MODES[weights.layout], LibraryIds(plan.request)
+    mode, ids_of = FUSE_MODES[weights.layout], LibraryIds(plan.request, group.device)
     geometry = low_latency_geometry(plan, route, ids_of.num_experts)
     shared = BUFFERS.get(group.require_process_group(route.runner.full_name), geometry)
     require_keywords(

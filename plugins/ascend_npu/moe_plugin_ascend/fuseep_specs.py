@@ -19,7 +19,7 @@ from moe_plugin_ascend.machine import DEVICES
 #: Weight layout -> `fuse_mode` of the library.
 FUSE_MODES = {"ascend_fuseep_1": 1, "ascend_fuseep_2": 2}
 
-#: Weight layout -> module with its `prepare(plan, weights, out)` and `bind(plan, route, weights, group)`.
+#: Weight layout -> module with its `prepare`; its `bind` takes the group besides, so that the hook calls it by itself.
 LAYOUTS = dict.fromkeys(FUSE_MODES, "moe_plugin_ascend.fuseep")
 
 _CHUNKS = "send the tokens in chunks"

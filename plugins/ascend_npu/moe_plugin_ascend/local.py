@@ -54,9 +54,7 @@ def combine(rows: Tensor, handle: Handle) -> Tensor:
     named = torch.where(has_row, row_map, row_map.amax(1, keepdim=True).clamp(min=0))
     weights = torch.where(has_row, topk_weights, 0).to(rows.dtype)
     summed = weighted_sum(rows, named.reshape(-1), weights)
-    # Zero, or NaN where the weights say that an id was wrong.
-    nothing = (topk_weights[:, :1] * 0).to(rows.dtype)
-    return torch.where(has_row.any(1, keepdim=True), summed, nothing)
+    return torch.where(has_row.any(1, keepdim=True), summed, 0.0)
 
 
 def _nothing(hidden_states: Tensor, num_experts: int, to_int8: bool) -> ContiguousTokens:

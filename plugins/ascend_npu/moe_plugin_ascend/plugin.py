@@ -36,11 +36,14 @@ def declare_backends() -> PluginSpec:
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """Lay out a layer's weights as the operators of the plan's runner read them."""
-    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)  # type: ignore[no-any-return]
+    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)
 
 
 @hookimpl
 def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> ExpertsFn | FusedFn:
     """Bind the experts of one route; only a fused one communicates."""
-    arguments = (plan, route, weights) if route.dispatcher else (plan, route, weights, group)
-    return layout_module(LAYOUTS, plan.weight_layout).bind(*arguments)  # type: ignore[no-any-return]
+    if route.dispatcher is None:
+        from moe_plugin_ascend import fuseep
+
+        return fuseep.bind(plan, route, weights, group)
+    return layout_module(LAYOUTS, plan.weight_layout).bind(plan, route, weights)

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
+import attrs
 import pytest
 import torch
 from ascend_layers import A2_HOSTS, A3, manager, small
 from moe_plugin_ascend import deepep, fuseep
 from recorder import VARIABLES, Recorder
 
-from moe_core import ExpertGroup, Workload, rank_buffers
+from moe_core import ExpertGroup, LayerRequest, Workload, rank_buffers
 from moe_core.errors import InputError, PluginError
 from moe_core.kernels import checks
+from moe_core.payloads import PreparedWeights
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W8A8_INT8
 from moe_core.rank_buffers import BufferRegistry, SharedBuffer
@@ -74,6 +76,19 @@ def test_experts_are_numbered_as_the_library_divides_them(recorder: type[Recorde
     # Shares of 3, 2 and 2 experts; of 3 for the library.
     assert arguments["num_experts"] == 9
     assert arguments["topk_idx"].tolist() == [[7, 0], [2, 3], [4, -1]]
+
+
+@pytest.mark.parametrize("bind", [deepep.bind_normal, deepep.bind_low_latency, fuseep.bind])
+def test_ids_are_looked_up_where_tokens_come(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(request: LayerRequest, device: torch.device) -> None:
+        raise LookupError(device)
+
+    for module in (deepep, fuseep):
+        monkeypatch.setattr(module, "LibraryIds", told)
+    plan, _ = make_plan(manager(), small(quant=W8A8_INT8, a2a_backend="deepep.normal"), A3)
+    weights = [PreparedWeights(layout=next(iter(fuseep.FUSE_MODES)), tensors={})] if bind is fuseep.bind else []
+    with pytest.raises(LookupError, match="meta"):
+        bind(plan, plan.routes[0], *weights, attrs.evolve(GROUP, device=torch.device("meta")))
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])

@@ -24,7 +24,7 @@ from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 from moe_core.testing import Kit
 from moe_core.testing.backend import Backend
 from moe_core.testing.checks.ranks import check_distributed_ranks
-from moe_core.testing.compare import problem_of, problem_with
+from moe_core.testing.compare import layer_mismatch, mismatch
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
@@ -61,8 +61,22 @@ def test_a_layer_with_missing_experts_unequal_weights_and_one_expert(scheme: Qua
     ids[2] = -1
     output = layer(hidden, ids, weights)
     limit = tolerance(request, layer.plan.routes[0].token_dtype)
-    assert problem_with(output, stored.reference, (hidden, ids, weights), limit) is None
+    assert layer_mismatch(output, stored.reference, (hidden, ids, weights), limit) is None
     assert (output[2] == 0).all()
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_the_weight_of_a_slot_without_expert_means_nothing(weight: float) -> None:
+    request = LayerRequest(num_experts=6, top_k=3, hidden_size=128, intermediate_size=64, a2a_backend="ascend_npu:none")
+    stored = draw_layer(request)
+    layer = MoELayer(request, environment=A3, manager=manager())
+    layer.load_weights(stored.raw(layer.local_experts, "cpu"))
+    hidden, ids, weights = tokens(request)
+    ids[2], ids[3, 0], ids[4, 2] = -1, -1, -1
+    want = stored.reference(hidden, ids, weights)
+    weights[ids < 0] = weight
+    limit = tolerance(request, layer.plan.routes[0].token_dtype)
+    assert mismatch(layer(hidden, ids, weights), want, limit) is None
 
 
 @pytest.mark.parametrize("a2a", ["ascend_npu:none", "torch:none.contiguous"])
@@ -84,7 +98,7 @@ def test_a_wrong_id_is_nan_on_a_device_and_other_tokens_are_right(a2a: str, monk
     assert output.isnan().all(1).nonzero().flatten().tolist() == [1, 4]
     kept = [token for token in range(9) if token not in (1, 4)]
     limit = tolerance(request, layer.plan.routes[0].token_dtype)
-    assert problem_of(output[kept], want[kept], limit) is None
+    assert mismatch(output[kept], want[kept], limit) is None
 
 
 def test_the_kit_accepts_nan_for_a_wrong_id_where_nothing_can_be_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +139,11 @@ def test_rows_of_nobody_never_reach_a_token() -> None:
     assert torch.equal(output[:, 0], torch.tensor([0.5, 0.0, 1.5], dtype=torch.bfloat16))
     nowhere = torch.full_like(row_map, -1)
     assert (combine(torch.full_like(rows, torch.nan), (nowhere, weights)) == 0).all()
-    # A device that cannot raise marks the weights of a token with a wrong id.
-    weights[1] = torch.nan
-    marked = combine(rows, (row_map, weights))
-    assert marked[1].isnan().all()
-    assert marked[::2].isfinite().all()
+    # Nor does the weight of a slot without row; a token with a wrong id has a row on the rank that tells of it.
+    weights[row_map < 0] = torch.nan
+    assert torch.equal(combine(rows, (row_map, weights)), output)
+    weights[2] = torch.nan
+    assert combine(rows, (row_map, weights)).isnan().all(1).tolist() == [False, False, True]
 
 
 _SMOKE = """

@@ -12,7 +12,7 @@ from ascend_layers import A3, manager
 from moe_core import LayerRequest, MoELayer
 from moe_core.cli import main
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
-from moe_core.testing.compare import problem_of
+from moe_core.testing.compare import mismatch
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
@@ -54,4 +54,4 @@ def test_on_both_sides_of_the_edge_a_reload_is_a_fresh_load(scheme: QuantScheme,
     output = reloaded(hidden, ids, weights)
     assert torch.equal(output, fresh(hidden, ids, weights))
     limit = tolerance(request, reloaded.plan.routes[0].token_dtype)
-    assert problem_of(output, stored.reference(hidden, ids, weights), limit) is None
+    assert mismatch(output, stored.reference(hidden, ids, weights), limit) is None

@@ -21,7 +21,7 @@ from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
 from moe_core.quant import BF16, W4A4_INT4, W4A8_INT8, W8A8_INT8, QuantScheme
 from moe_core.request import LayerRequest
-from moe_core.testing.compare import error_of
+from moe_core.testing.compare import layer_error
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
@@ -56,7 +56,7 @@ def error_and_limit(scheme: QuantScheme) -> tuple[float, float]:
     router = torch.rand(17, 2, generator=generator) + 0.25
     limit = tolerance(request, plan.routes[0].token_dtype)
     tokens = hidden, ids, router
-    return error_of(layer(*tokens), stored.reference, tokens, limit), limit
+    return layer_error(layer(*tokens), stored.reference, tokens, limit), limit
 
 
 def replaced(module: Any, name: str, function: Callable[..., Any]) -> Patch:

@@ -54,7 +54,7 @@ class LowLatencyExchange:
             PluginError: The library cannot be loaded, has other functions, or contradicts the environment.
         """
         request, token_dtype = plan.request, route.token_dtype
-        self._ids = EvenIds(request)
+        self._ids = EvenIds(request, group.device)
         self._num_local_experts, self._max_local_experts = (
             len(request.local_slots(group.rank)),
             request.max_local_experts,

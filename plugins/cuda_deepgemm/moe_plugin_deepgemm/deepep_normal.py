@@ -52,7 +52,7 @@ class NormalExchange:
             PluginError: The library cannot be loaded, or has other functions.
         """
         request, token_dtype = plan.request, route.token_dtype
-        self._ids = EvenIds(request)
+        self._ids = EvenIds(request, group.device)
         self._num_local_experts = len(request.local_slots(group.rank))
         self._dtype, self._alignment = TORCH_DTYPES[request.dtype], route.row_alignment
         self._column_major = token_dtype.scales in ("column_128", "ue8m0_128")

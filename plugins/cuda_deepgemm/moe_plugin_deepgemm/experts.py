@@ -15,6 +15,7 @@ import torch
 from moe_core.activation import ActivationSpec
 from moe_core.errors import PluginError, WeightsError
 from moe_core.kernels import ops
+from moe_core.kernels.on_device import on_device
 from moe_core.payloads import (
     ActivationFn,
     ContiguousTokens,
@@ -97,10 +98,12 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
         device=weights["w13"].device,
     )
     if is_contiguous and alignment == route.row_alignment == ROW_ALIGNMENT and takes_group_ends(gemm):
+        # A build that has the keyword may refuse it when it is called.
         with contextlib.suppress(Exception):
             attrs.evolve(experts, tell_groups=by_end).compile(ROW_ALIGNMENT)
             experts = attrs.evolve(experts, tell_groups=by_end if codes is None else by_end_of_few)
     try:
+        # By end everything is compiled by now.
         if experts.tell_groups is not by_end:
             experts.compile(ROW_ALIGNMENT)
     except Exception as error:
@@ -108,7 +111,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
             f"runner {route.runner.full_name}: deep_gemm could not compile or run its kernels for weights "
             f"{list(weights['w13'].shape)} and {list(weights['w2'].shape)}: {type(error).__name__}: {error}"
         ) from error
-    return experts  # type: ignore[return-value]
+    return experts
 
 
 def _codes(spec: RunnerSpec) -> TokenDtype | None:
@@ -128,11 +131,6 @@ def _operand(weights: PreparedWeights, name: str, codes: TokenDtype | None, spec
                 f"{list(data.stride())}: let the plugin cuda_deepgemm prepare the layer, by pinning runner deep_gemm"
             )
     return weights[name] if codes is None else (weights[name], weights[f"{name}_scale"])
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """`device` as the current one: the library launches there, wherever its tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @attrs.frozen(eq=False)
@@ -194,7 +192,7 @@ class DeepGemmExperts:
         rows = tokens.hidden_states
         if rows.numel() == 0:
             return rows.new_empty(rows.shape, dtype=torch.bfloat16)
-        with _current(self.device):
+        with on_device(self.device):
             if isinstance(tokens, MaskedTokens):
                 groups = {"masked_m": tokens.masked_m, "expected_m": max(1, tokens.expected_m)}
                 return self._run(rows, tokens.scales, tokens.masked_m, groups)
@@ -228,7 +226,7 @@ class DeepGemmExperts:
         Args:
             num_rows: Contiguous rows, a multiple of 128; masked, what to expect of an expert.
         """
-        with _current(self.device):
+        with on_device(self.device):
             for projection in (self.w13, self.w2):
                 projection(*self._nothing(projection, num_rows))
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from moe_core.environment import program_path
 from moe_core.errors import PluginError
+from moe_core.installed import program_path
 from moe_core.kernel_library import import_library
 from moe_plugin_deepgemm.machine import DEEP_GEMM, NVCC
 

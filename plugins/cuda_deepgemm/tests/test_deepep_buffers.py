@@ -13,7 +13,7 @@ import emulated_deep_ep
 import pytest
 import torch
 from deepep_layers import DECODE, build, install, plan_of, small
-from moe_plugin_deepgemm import deepep_buffers
+from moe_plugin_deepgemm import deepep_buffers, deepep_low_latency, deepep_normal
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS, BufferRegistry, Geometry, low_latency_geometry, normal_configs
 from moe_plugin_deepgemm.deepep_specs import DEEP_EP
 from moe_plugin_deepgemm.nvshmem_settings import nvshmem_settings
@@ -324,3 +324,14 @@ def test_too_many_tokens_raise_before_anything_is_sent() -> None:
     first, second = run_on_ranks(overflow, [(), ()])
     assert first == ["65 tokens on this rank, its buffer takes 64; nothing was sent", "True"]
     assert second == ["True"]
+
+
+@pytest.mark.parametrize("module", [deepep_low_latency, deepep_normal])
+def test_ids_are_looked_up_where_tokens_come(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(request: LayerRequest, device: torch.device) -> None:
+        raise LookupError(device)
+
+    monkeypatch.setattr(module, "EvenIds", told)
+    plan = plan_of(workloads=DECODE)
+    with pytest.raises(LookupError, match="meta"):
+        module.bind(plan, plan.routes[0], ExpertGroup(size=8, device=torch.device("meta")))

@@ -15,9 +15,10 @@ import torch
 
 from moe_core.activation import SWIGLU
 from moe_core.kernels import ops
+from moe_core.kernels.on_device import on_device
 from moe_core.payloads import DownGemmOverlap, ExpertsFn, MaskedTokens, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_flashinfer.library import Library, LibraryFunction, compiled, current, load
+from moe_plugin_flashinfer.library import Library, LibraryFunction, compiled, load
 from moe_plugin_flashinfer.prepared import MaskedWeights
 from moe_plugin_flashinfer.runner_specs import ROW_ALIGNMENT
 from moe_plugin_flashinfer.weights import prepare
@@ -51,7 +52,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
         round_inside=_inside(library, plan, prepared.hidden_scale),
     )
     compiled(route, functools.partial(experts.compile, overlapping=route.down_gemm_overlap))
-    return experts  # type: ignore[return-value]
+    return experts
 
 
 def _rounder(library: Library, scale: Tensor) -> RoundFn:
@@ -142,7 +143,7 @@ class MaskedExperts:
                 # Combine waits for it on a rank without experts too.
                 tokens.down_gemm_overlap.start()
             return rows.new_empty((0, rows.shape[1], self.w2.num_outputs), dtype=torch.bfloat16)
-        with current(rows.device):
+        with on_device(rows.device):
             hidden = self.w13(self._operand(tokens), masked_m)
             return self.w2(self.round_inside(hidden, masked_m), masked_m, tokens.down_gemm_overlap)
 

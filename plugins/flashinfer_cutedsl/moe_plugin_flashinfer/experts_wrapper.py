@@ -12,9 +12,10 @@ import attrs
 import torch
 
 from moe_core.kernel_library import require_keywords
+from moe_core.kernels.on_device import on_device
 from moe_core.payloads import ExpertsFn, PreparedWeights, StandardTokens, Tensor
 from moe_core.plan import MoEPlan, Route
-from moe_plugin_flashinfer.library import RUN, LibraryFunction, compiled, current, load
+from moe_plugin_flashinfer.library import RUN, LibraryFunction, compiled, load
 from moe_plugin_flashinfer.machine import FLASHINFER
 from moe_plugin_flashinfer.prepared import WrapperWeights
 from moe_plugin_flashinfer.weights import prepare
@@ -37,7 +38,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     library = load(device)
     make = library.function("fused_moe.CuteDslMoEWrapper", *_options(route))
     fixed = {"output_dtype": torch.bfloat16, "device": str(device)}
-    with current(device):
+    with on_device(device):
         wrapper = make(**_sizes(plan, route, prepared), **_options(route), **fixed)
     experts = WrapperExperts(
         run=require_keywords(wrapper.run, *RUN, of=FLASHINFER),
@@ -47,7 +48,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
         keeps_output=_keeps_memory(route),
     )
     compiled(route, experts.compile)
-    return experts  # type: ignore[return-value]
+    return experts
 
 
 def _options(route: Route) -> dict[str, bool]:
@@ -104,7 +105,7 @@ class WrapperExperts:
         weights = self.weights
         if not tokens.topk_ids.shape[0]:
             return _nothing(weights, tokens)
-        with current(weights.w13.device):
+        with on_device(weights.w13.device):
             rows, scales = self._operand(tokens)
             out = self.run(
                 x=rows,

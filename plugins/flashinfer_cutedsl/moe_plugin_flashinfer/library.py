@@ -7,7 +7,6 @@ switches on unless it is told not to is switched off, and one that lacks a keywo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -99,11 +98,6 @@ def load(device: torch.device) -> Library:
 def _installed(name: str) -> LibraryFunction:
     module, _, function = f"{FLASHINFER.module}.{name}".rpartition(".")
     return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """`device` as the current one: the library launches there, wherever its tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def compiled(route: Route, call: Callable[[], None]) -> None:

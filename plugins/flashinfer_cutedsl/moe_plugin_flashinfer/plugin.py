@@ -28,10 +28,10 @@ def declare_backends() -> PluginSpec:
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """Lay out a layer's weights as the kernels of the plan's runner read them."""
-    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)  # type: ignore[no-any-return]
+    return layout_module(LAYOUTS, plan.weight_layout).prepare(plan, weights, out)
 
 
 @hookimpl
 def fused_experts(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     """Bind the experts of one route."""
-    return layout_module(LAYOUTS, plan.weight_layout).bind(plan, route, weights)  # type: ignore[no-any-return]
+    return layout_module(LAYOUTS, plan.weight_layout).bind(plan, route, weights)

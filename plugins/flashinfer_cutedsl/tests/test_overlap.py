@@ -18,7 +18,7 @@ from moe_core.errors import PluginError, ResolutionError
 from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
 from moe_core.quant import NVFP4
-from moe_core.testing.compare import error_of
+from moe_core.testing.compare import layer_error
 from moe_core.testing.stored import draw_layer
 from moe_core.testing.tolerance import tolerance
 
@@ -58,7 +58,7 @@ def test_the_second_projection_tells_which_experts_are_done() -> None:
     output = layer(*given)
     assert [*EVENTS] == ["dispatch", "start", f"signals {[MULTIPROCESSORS] * 4}"]
     limit = tolerance(layer.request)
-    assert error_of(output, stored.reference, given, limit) < limit
+    assert layer_error(output, stored.reference, given, limit) < limit
 
 
 def test_a_rank_without_experts_lets_combine_begin() -> None:
@@ -77,7 +77,7 @@ def test_a_route_that_does_not_overlap_passes_nothing_on() -> None:
     output = layer(*given)
     assert [*EVENTS] == ["dispatch"]
     limit = tolerance(layer.request)
-    assert error_of(output, stored.reference, given, limit) < limit
+    assert layer_error(output, stored.reference, given, limit) < limit
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

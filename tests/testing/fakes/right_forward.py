@@ -10,7 +10,7 @@ from moe_core import LayerRequest
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quant import PER_TENSOR, WHOLE, QuantScheme
 from moe_core.testing.formats import E2M1_MAX, E4M3_MAX, round_to_e2m1, round_to_e4m3
-from moe_core.testing.stored import StoredLayer
+from moe_core.testing.stored import DrawnLayer
 
 LARGEST = {"fp8": E4M3_MAX, "fp4": E2M1_MAX, "int8": 127.0, "int4": 7.0}
 
@@ -63,7 +63,7 @@ def rounded(rows: Tensor, scheme: QuantScheme, unit: Tensor | None, style: Style
     return (codes * scale).nan_to_num(0.0).flatten(1)[:, :width]
 
 
-def right_forward(stored: StoredLayer, request: LayerRequest, tokens: tuple[Tensor, ...], style: Style) -> Tensor:
+def right_forward(stored: DrawnLayer, request: LayerRequest, tokens: tuple[Tensor, ...], style: Style) -> Tensor:
     """The output `[T, H]` of a layer of gated SiLU, every slot with an expert."""
     hidden, ids, weights = tokens
     dtype, quant, layer = TORCH_DTYPES[request.dtype], request.local_quant, stored.reference

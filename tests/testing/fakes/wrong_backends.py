@@ -11,7 +11,7 @@ import attrs
 import torch
 import toy_backend as toy
 from captured_backends import Planned, graph_safe, on_the_host, uploading, with_mask
-from toy_backend import LAYOUT, Parts, Tensor, Weights
+from toy_backend import Parts, Tensor, Weights
 from wrong_numbers import (
     coarse_row,
     exact_row,
@@ -26,6 +26,16 @@ from wrong_numbers import (
     weighted_twice,
     wide_output,
     wide_rows,
+)
+from wrong_results import (
+    announcing,
+    by_one_hot_rows,
+    combine_flat_rows,
+    transposed,
+    up_to_512,
+    with_gradient,
+    with_workspace,
+    without_answer,
 )
 from wrong_routing import (
     Routed,
@@ -48,9 +58,22 @@ from wrong_routing import (
     where_positive,
     with_capacity,
 )
+from wrong_weights import (
+    claiming,
+    consuming,
+    echoing,
+    flat,
+    forgetful,
+    hasty,
+    hoarding,
+    keeping,
+    loyal,
+    misnaming,
+    moving,
+    unlisted,
+)
 
 from moe_core.activation import ActivationSpec
-from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.quant import W8A8_INT8
 
 
@@ -118,84 +141,6 @@ class Moody:
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         self.calls += 1
         return toy.combine(rows, handle) * (1.0 + self.calls % 2 / 128)
-
-
-# --- weights -------------------------------------------------------------------------------------------------------
-
-
-def echoing(plan: Any, weights: Any, out: Any) -> Any:
-    prepared = toy.prepare(weights, out)
-    return PreparedWeights(layout=plan.weight_layout, tensors=prepared.tensors) if out is None else prepared
-
-
-def claiming(weights: Any, out: Any) -> Any:
-    if out is not None:
-        return toy.prepare(weights, out)
-    tensors = {name: PreparedTensor(data=tensor) for name, tensor in weights.tensors.items()}
-    return PreparedWeights(layout=LAYOUT, tensors=tensors, activation=weights.activation, post_norm=weights.post_norm)
-
-
-def misnaming(weights: Any, out: Any) -> Any:
-    """Calls a tensor like an attribute of the layer that is to hold it."""
-    prepared = toy.prepare(weights, out)
-    prepared.tensors.setdefault("plan", PreparedTensor(data=torch.zeros(1), expert_axis=None))
-    return prepared
-
-
-def moving(weights: Any, out: Any) -> Any:
-    """A reload makes a tensor anew."""
-    prepared = toy.prepare(weights, out)
-    if out is not None:
-        out.tensors["w2"].data = out["w2"].clone()
-    return prepared
-
-
-def consuming(weights: Any, out: Any) -> Any:
-    prepared = toy.prepare(weights, out)
-    weights.tensors["w13"].zero_()
-    return prepared
-
-
-def forgetful(weights: Any, out: Any) -> Any:
-    """A reload brings w13 alone."""
-    kept = None if out is None else out["w2"].clone()
-    prepared = toy.prepare(weights, out)
-    if kept is not None:
-        prepared["w2"].copy_(kept)
-    return prepared
-
-
-def unlisted(weights: Any, out: Any) -> Any:
-    prepared = toy.prepare(weights, out)
-    prepared.tensors["w2"].expert_axis = None
-    return prepared
-
-
-def hasty(weights: Any, out: Any) -> Any:
-    """Gives an expert's memory back before its w2 was read."""
-    if weights.release is not None:
-        for expert in range(len(weights.tensors["w2"])):
-            weights.release(expert)
-    return toy.prepare(attrs.evolve(weights, release=None), out)
-
-
-def hoarding(weights: Any, out: Any) -> Any:
-    """Never gives an expert's memory back."""
-    return toy.prepare(attrs.evolve(weights, release=None), out)
-
-
-def flat(weights: Any, out: Any) -> Any:
-    """Takes raw memory to be contiguous."""
-    shapes = {name: torch.empty(tensor.shape).stride() for name, tensor in weights.tensors.items()}
-    tensors = {name: tensor.as_strided(tensor.shape, shapes[name]) for name, tensor in weights.tensors.items()}
-    return toy.prepare(attrs.evolve(weights, tensors=tensors), out)
-
-
-def loyal(weights: Any, out: Any) -> Any:
-    """Keeps the activation of the first load."""
-    if out is None:
-        return toy.prepare(weights, None)
-    return toy.prepare(attrs.evolve(weights, activation=out.activation, post_norm=out.post_norm), out)
 
 
 # --- memory and state ----------------------------------------------------------------------------------------------
@@ -294,6 +239,7 @@ FAKES = {
     "drops_weights_below_zero": Fake("router_weights", "below zero", _format("standard", standard=where_positive)),
     "rows_in_fp16": Fake("value_range", "512 times as large", _format("standard", standard=through_fp16)),
     "divides_by_zero": Fake("value_range", "token of zeros", _format("standard", expert_row=dividing_row)),
+    "mixes_tokens": Fake("value_range", "beside a token of NaN", _format("standard", standard=by_one_hot_rows)),
     "no_biases": Fake("features", "biases are ignored", _format("masked", expert_row=unbiased_row)),
     "exact_activations": Fake(
         "activation_rounding", "not rounded to int8", _format("standard", scheme=W8A8_INT8, expert_row=exact_row)
@@ -307,6 +253,11 @@ FAKES = {
     "fp32_rows": Fake(
         "output_form", "rows in torch.float32 to combine, expected bf16", _format("contiguous", contiguous=wide_rows)
     ),
+    "transposed_output": Fake(
+        "output_form", "the output [7, 64] has strides [1, 7]", _format("standard", standard=transposed)
+    ),
+    "trained_output": Fake("output_form", "the output requires grad", _format("standard", standard=with_gradient)),
+    "gives_nothing": Fake("answer", "a forward gives NoneType", _format("standard", standard=without_answer)),
     "minus_one_is_last": Fake(
         "missing_experts", "-1 is read as the last expert", _format("standard", standard=last_for_none)
     ),
@@ -321,6 +272,8 @@ FAKES = {
     "ids_as_a_set": Fake("repeated_ids", "counts once", _format("standard", standard=once_per_row)),
     "one_tile": Fake("row_counts", "9 rows for one expert", _format("contiguous", contiguous=one_tile)),
     "sorts_once_per_size": Fake("batch_sizes", "batch number 3", lambda: Parts(standard=Routed().standard)),
+    "forgets_what_follows": Fake("batch_sizes", "batch number 7", _format("standard", standard=up_to_512)),
+    "keeps_its_first_workspace": Fake("batch_sizes", "outside InferenceMode", _format("standard", bind=with_workspace)),
     "assumes_contiguous_rows": Fake("id_layouts", "lie transposed", _format("standard", standard=as_if_rows)),
     "assumes_contiguous_ids": Fake(
         "id_layouts", "a slice of a wider tensor", _format("standard", standard=as_if_contiguous)
@@ -338,6 +291,9 @@ FAKES = {
     "hides_an_expert_axis": Fake("rebalancing", "changed places", _format("standard", prepare=unlisted)),
     "releases_early": Fake("released_memory", "released had been overwritten", _format("standard", prepare=hasty)),
     "never_releases": Fake("released_memory", "keeps the raw memory of experts", _format("standard", prepare=hoarding)),
+    "keeps_raw_tensors": Fake(
+        "released_memory", "still holds the raw tensors w13, w2", _format("standard", prepare=keeping)
+    ),
     "assumes_contiguous_weights": Fake("weight_strides", "not contiguous", _format("standard", prepare=flat)),
     "keeps_the_first_activation": Fake("callables", "set out.activation", _format("standard", prepare=loyal)),
     "floors_its_share": Fake("tensor_parallel", "rank 0 of 2 with 48 of 95", _format("standard", bind=floored_share)),
@@ -352,6 +308,9 @@ FAKES = {
     "masks_in_place": Fake("inputs", "its inputs topk_weights", _format("standard", standard=masked_in_place)),
     "reuses_its_output": Fake("inputs", "a buffer that is used again", lambda: Parts(standard=OneBuffer().standard)),
     "seeds_torch": Fake("process_state", "get_rng_state", _format("standard", bind=seeding)),
+    "prints_in_a_forward": Fake(
+        "process_state", "stdout, by 'one more forward", _format("standard", standard=announcing)
+    ),
     "whole_blocks_only": Fake("odd_sizes", "H 17", _format("standard", expert_row=sixteenths_row)),
     "one_block_only": Fake("odd_sizes", "H 521", _format("standard", expert_row=first_block_row)),
     "squeezes_one_slot": Fake("odd_sizes", "K 1,", _format("standard", standard=squeezed)),
@@ -361,6 +320,9 @@ FAKES = {
     "unaligned_groups": Fake("dispatched_form", "the plan aligns to 4", _format("contiguous", dispatch=dense_groups)),
     "unweighted_combine": Fake(
         "round_trip", "router weights are not applied", _format("contiguous", combine=unweighted_combine)
+    ),
+    "combines_flat_rows": Fake(
+        "round_trip", "do not bring tokens back", _format("contiguous", combine=combine_flat_rows)
     ),
     "reads_ids_on_the_host": Fake(
         "graph_capture", "Tensor.tolist reads data on the host, standard (", lambda: graph_safe(on_the_host)

@@ -15,7 +15,7 @@ from moe_core.quant import NVFP4
 from moe_core.testing.doubts import nearest_answer
 from moe_core.testing.examples import stored_layer, telling_tokens
 from moe_core.testing.memory import PoisonedMemory
-from moe_core.testing.stored import StoredLayer
+from moe_core.testing.stored import DrawnLayer
 from moe_core.testing.tolerance import tolerance
 
 #: The smallest sizes that the library sends; ranks have unequal numbers of experts.
@@ -40,7 +40,7 @@ def request() -> LayerRequest:
     )
 
 
-def stored(sends_nvfp4: bool) -> StoredLayer:
+def stored(sends_nvfp4: bool) -> DrawnLayer:
     """The weights of all experts; they do not depend on who computes."""
     return stored_layer(request(), one_input_scale=sends_nvfp4)
 
