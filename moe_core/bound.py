@@ -96,7 +96,7 @@ class BoundExperts:
         self.plan, self.weights = plan, weights
         self.callables = weights.activation, weights.post_norm
         self._device = next(iter(weights.tensors.values())).data.device
-        group = attrs.evolve(group or ExpertGroup(), device=self._device)
+        group = _with_device(group or ExpertGroup(), self._device)
         check_agreement(plan, group, self._device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
@@ -191,6 +191,15 @@ class _InferenceOnly(torch.autograd.Function):
         raise InputError("moe-core computes inference only: there is no gradient; train with the model's own experts")
 
 
+def _with_device(group: ExpertGroup, device: torch.device) -> ExpertGroup:
+    try:
+        return attrs.evolve(group, device=device)
+    except (TypeError, attrs.exceptions.NotAnAttrsClassError) as error:
+        raise InputError(
+            f"group: expected an ExpertGroup (or a subclass that attrs makes), got {type(group).__name__}: {error}"
+        ) from error
+
+
 def _bind(
     plan: MoEPlan, route: Route, weights: PreparedWeights, manager: BackendManager, group: ExpertGroup
 ) -> BoundRoute:
@@ -204,9 +213,7 @@ def _bind(
         arguments = (*arguments, _token_scale(route, weights, group))
     try:
         functions = tuple(getattr(importlib.import_module(module), name)(*arguments))
-    except MoeCoreError:
-        raise
-    except KeyboardInterrupt:
+    except (MoeCoreError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise PluginError(f"{where}: {told(error)}; expected (dispatch, combine)") from error

@@ -65,10 +65,14 @@ def _check_function(hook: str, value: object) -> None:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(f"hook {hook} is async; it is called, and must return its answer")
     known = [name for name in getattr(hookspecs, hook).__annotations__ if name != "return"]
-    code = getattr(function, "__code__", None)
-    given = code.co_varnames[: code.co_argcount] if code is not None else ()
-    if strangers := [name for name in given if name not in known]:
+    if strangers := [name for name in argument_names(function) if name not in known]:
         raise PluginError(f"hook {hook} takes {', '.join(strangers)}; it may take {', '.join(known) or 'no arguments'}")
+
+
+def argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What a Python function takes by position; read from its code, as annotations may be for type checkers alone."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def check_implementation(hook: str, implementation: pluggy.HookImpl) -> None:

@@ -14,7 +14,7 @@ from ranks import RankError, run_on_ranks
 from moe_core import ExpertGroup, MoELayer
 from moe_core.agreement import check_token_scale
 from moe_core.bound import BoundExperts
-from moe_core.errors import PlanMismatchError, PluginError, WeightsError
+from moe_core.errors import InputError, PlanMismatchError, PluginError, WeightsError
 from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights
 from moe_core.plan import MoEPlan
@@ -70,6 +70,31 @@ def test_a_dispatcher_rounds_with_the_scale_of_the_weights_and_sees_a_reload() -
 
 
 @pytest.mark.error_path
+class _OwnGroup(ExpertGroup):
+    """Cannot be made anew with another device."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("group", [_OwnGroup("mine"), "world"], ids=["subclass", "text"])
+def test_a_group_that_cannot_be_told_the_device_is_refused(group: Any) -> None:
+    manager = toy()
+    with pytest.raises(InputError, match=f"expected an ExpertGroup .* got {type(group).__name__}"):
+        BoundExperts(make_plan(manager, LAYER, CPU)[0], weights_with([0.5, 0.5]), manager, group)
+
+
+@attrs.frozen
+class _NamedGroup(ExpertGroup):
+    name: str = "mine"
+
+
+def test_a_group_of_the_users_own_class_is_told_the_device() -> None:
+    manager = toy()
+    BoundExperts(make_plan(manager, LAYER, CPU)[0], weights_with([0.5, 0.5]), manager, _NamedGroup())
+
+
 def test_weights_that_name_no_scale_are_refused() -> None:
     with pytest.raises(PluginError, match=r"toy:toy.standard reads tokens as nvfp4/block_16.*these weights name none"):
         bound(attrs.evolve(weights_with([2.0]), token_scale=None))

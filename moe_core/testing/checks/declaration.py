@@ -23,7 +23,7 @@ from moe_core import hookspecs
 from moe_core.declared import Candidate, DeclaredRunner
 from moe_core.errors import MoeCoreError
 from moe_core.payloads import PreparedWeights
-from moe_core.plugin_checks import HOOKS, SELECT_HOOKS
+from moe_core.plugin_checks import HOOKS, SELECT_HOOKS, argument_names
 from moe_core.specs import Limit
 from moe_core.testing.backend import HELPER, Backend
 from moe_core.testing.bench import Bench
@@ -197,5 +197,4 @@ def _check_selection(backend: Backend) -> None:
 
 def _call(backend: Backend, hook: str, **arguments: Any) -> Any:
     function = getattr(backend.module, hook)
-    names = inspect.unwrap(function).__code__.co_varnames[: inspect.unwrap(function).__code__.co_argcount]
-    return function(*(arguments[name] for name in names))
+    return function(*(arguments[name] for name in argument_names(function)))
