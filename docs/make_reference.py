@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
+import textwrap
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +64,8 @@ WORDS = (
     "LIMIT_FIELDS",
     "DEVICE_TYPES",
 )
+#: Characters of a line; tables and code are shorter.
+_WIDTH = 140
 _WRITTEN = "Written by `python docs/make_reference.py` from docstrings; a test compares."
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warning|Example|Since): ?(.*)$")
 
@@ -76,7 +80,7 @@ def hooks_page() -> str:
         inner = f"\n{arguments},\n" if arguments else ""
         signature = f"def {name}({inner}) -> {function.__annotations__['return']}"
         parts += [f"## `{name}`", f"```python\n{signature}\n```", _text(inspect.getdoc(function) or "")]
-    return "\n\n".join(parts) + "\n"
+    return _folded("\n\n".join(parts))
 
 
 def capabilities_page() -> str:
@@ -90,7 +94,7 @@ def capabilities_page() -> str:
         parts += [f"## `{declaration.__name__}`", _text(inspect.getdoc(declaration) or "")]
     parts += ["## Words", "What a field that is one of several words may say.", *map(_words, WORDS)]
     parts += ["## Schemes with names", f"Constants of `moe_core.quant`, in capitals: {_listed(SCHEMES)}."]
-    return "\n\n".join(parts) + "\n"
+    return _folded("\n\n".join(parts))
 
 
 def _words(name: str) -> str:
@@ -129,7 +133,7 @@ def payloads_page() -> str:
     parts += ["\n".join(f"* `{name}`: {_comment_above(payloads, name)[1:-1]}." for name in FUNCTIONS), weights]
     for payload in PAYLOADS:
         parts += [f"## `{payload.__name__}`", _text(inspect.getdoc(payload) or "")]
-    return "\n\n".join(parts) + "\n"
+    return _folded("\n\n".join(parts))
 
 
 def _text(docstring: str) -> str:
@@ -167,6 +171,18 @@ def _single_blanks(lines: Iterable[str]) -> list[str]:
             kept.pop()
         kept.append(line)
     return kept
+
+
+def _folded(page: str) -> str:
+    """The page without lines that are longer than a reader's; list items go on below their first words."""
+    return "".join(f"{_fold(line)}\n" for line in page.splitlines())
+
+
+def _fold(line: str) -> str:
+    indent = "  " if line.startswith("* ") else ""
+    wrap = functools.partial(textwrap.fill, width=_WIDTH, subsequent_indent=indent)
+    # Names are found and copied whole.
+    return wrap(line, break_long_words=False, break_on_hyphens=False) if len(line) > _WIDTH else line
 
 
 PAGES = {"hooks.md": hooks_page, "capabilities.md": capabilities_page, "payloads.md": payloads_page}

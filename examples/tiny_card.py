@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import textwrap
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from tiny_text import HELD_OUT_TOPICS, TextSplit
 from torch import Tensor
 
 _TEMPLATE = Path(__file__).with_name("tiny_card.md.in")
+#: Characters of a line; tables have longer ones.
+_WIDTH = 140
 
 
 class Report(NamedTuple):
@@ -70,8 +73,20 @@ def write_card(report: Report, folder: Path) -> Path:
         smallest_share=f"{report.stored.expert_shares.min():.1%}",
     )
     path = folder / "README.md"
-    path.write_text(card, encoding="utf-8")
+    path.write_text(_wrapped(card), encoding="utf-8")
     return path
+
+
+def _wrapped(card: str) -> str:
+    """The card with its paragraphs wrapped anew where a figure or a list made a line too long."""
+    return "\n\n".join(map(_paragraph, card.split("\n\n")))
+
+
+def _paragraph(block: str) -> str:
+    if block.startswith("|") or max(map(len, block.split("\n"))) <= _WIDTH:
+        return block
+    text = textwrap.fill(" ".join(block.split()), _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return text + "\n" * block.endswith("\n")
 
 
 def _share_rows(evaluation: Evaluation) -> list[str]:

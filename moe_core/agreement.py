@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from moe_core.errors import PlanMismatchError, WeightsError
+from moe_core.errors import PlanMismatchError, WeightsError, counted
 from moe_core.payloads import ExpertGroup, Tensor
 from moe_core.plan import MoEPlan
 
@@ -79,7 +79,9 @@ def check_agreement(
         return
     size = dist.get_world_size(group.process_group)
     if size != plan.request.ep_size:
-        raise PlanMismatchError(f"the plan is for ep_size {plan.request.ep_size}, the process group has {size} ranks")
+        raise PlanMismatchError(
+            f"the plan is for ep_size {plan.request.ep_size}, the process group has {counted(size, 'rank')}"
+        )
     mine = plan.canonical()
     digests = _gather_digests(mine, group, size, device, timeout)
     if all(torch.equal(digest, digests[0]) for digest in digests):

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from moe_core.agreement import Compared, check_agreement, check_token_scale, telling
-from moe_core.errors import InputError, MoeCoreError, PluginError, told
+from moe_core.errors import InputError, MoeCoreError, PluginError, is_interrupt, told
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
 from moe_core.manager import BackendManager
@@ -213,9 +213,12 @@ def _bind(
         arguments = (*arguments, _token_scale(route, weights, group))
     try:
         functions = tuple(getattr(importlib.import_module(module), name)(*arguments))
-    except (MoeCoreError, KeyboardInterrupt):
+    except MoeCoreError:
         raise
     except BaseException as error:
+        # As where a hook is called.
+        if is_interrupt(error):
+            raise
         raise PluginError(f"{where}: {told(error)}; expected (dispatch, combine)") from error
     if len(functions) not in (2, 3) or not all(map(callable, functions)):
         found = ", ".join(type(function).__name__ for function in functions)

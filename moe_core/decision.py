@@ -66,6 +66,7 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
             }
             for ranked in decision.ranked
         ],
+        "not_told_apart": [entry.candidate.full_name for entry in decision.not_told_apart],
         "unshared": [candidate.full_name for candidate in decision.unshared],
         "outranked_by": decision.outranked_by,
         "fallback": decision.fallback,

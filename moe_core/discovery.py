@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 import attrs
 
-from moe_core.errors import PluginError, UnknownNameError, harmless, told
+from moe_core.errors import PluginError, UnknownNameError, harmless, is_interrupt, told
 from moe_core.hookspecs import ENTRY_POINT_GROUP
 
 #: Letters of what metadata says that are kept.
@@ -185,9 +185,10 @@ def load(found: Found) -> Loaded | Failed:
     try:
         with watched(found, "importing"):
             module = found.load()
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        # One plugin must not stop the others, an exit of its own included; the user may stop all.
+        if is_interrupt(error):
+            raise
         return Failed.because(found, "load", error)
     return Loaded(found=found, module=module)
 

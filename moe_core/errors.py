@@ -8,6 +8,7 @@ code which does not know this project still catches them in the usual way.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,43 @@ class MoeCoreError(Exception):
 
 def first_line(error: BaseException) -> str:
     """What a table has room for of an error that others raise."""
-    lines = str(error).strip().splitlines()
+    lines = (out_of_memory(error) or str(error)).strip().splitlines()
     return lines[0] if lines else "no message"
+
+
+def in_a_line(error: BaseException) -> str:
+    """`Class: first line` of a foreign error; the first line alone of one that says what it is."""
+    says_it = isinstance(error, MoeCoreError) or out_of_memory(error)
+    return first_line(error) if says_it else f"{type(error).__name__}: {first_line(error)}"
+
+
+#: How torch's allocators say what was wanted, and what there was.
+_WANTED = re.compile(r"tried to allocate (?:more than )?([\d.]+) ?([A-Za-z]+)", re.IGNORECASE)
+_FREE = re.compile(r"([\d.]+ [KMGT]?i?B)(?: is)? free")
+
+
+def out_of_memory(error: BaseException) -> str:
+    """`out of memory: 20.00 GiB were asked for, 3.14 GiB are free`, "" for any other error.
+
+    torch's own text is a paragraph of its allocator's statistics and variables.
+    """
+    if isinstance(error, MoeCoreError) or not isinstance(error, (RuntimeError, MemoryError)):
+        return ""
+    try:
+        text = str(error)
+    except Exception:
+        return ""
+    wanted, free = _WANTED.search(text), _FREE.search(text)
+    # Only some of torch's allocators raise the class; all say how much they tried.
+    if wanted is None and type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
+        return ""
+    said = [f"{_size(*wanted.groups())} were asked for"] if wanted else []
+    said += [f"{free[1]} are free"] if free else []
+    return ": ".join(filter(None, ("out of memory", ", ".join(said))))
+
+
+def _size(number: str, unit: str) -> str:
+    return f"{int(number) / (1 << 30):.2f} GiB" if unit == "bytes" else f"{number} {unit}"
 
 
 def harmless(text: str, most: int = 0) -> str:
@@ -32,12 +68,28 @@ def harmless(text: str, most: int = 0) -> str:
     return text if text.isprintable() else "".join(letters)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is, or is a group that holds, the user's Ctrl-C, which must end the program whatever code it meets.
+
+    Everything else that foreign code raises is a failure of that code: `SystemExit` and other exceptions beside
+    `Exception`, such as the panic of a library in Rust, too.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(KeyboardInterrupt) is not None
+    return isinstance(error, KeyboardInterrupt)
+
+
 #: Letters of a foreign error that are told; a traceback has all.
 _MOST_TOLD = 1000
 
 
 def told(error: BaseException) -> str:
-    """`Class: text` of a foreign error without control characters, also where its text cannot be read."""
+    """`Class: text` of a foreign error without control characters, also where its text cannot be read.
+
+    Of memory that ran out, what `out_of_memory` says.
+    """
+    if short := out_of_memory(error):
+        return short
     try:
         text = str(error)
     except Exception:
@@ -50,6 +102,20 @@ def some_of(names: Iterable[object], most: int = 12) -> str:
     listed = [str(name) for name in names]
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 shape`, `2 shapes`; `plural` where an s does not make it."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """`; did you mean 'sm90'?` where one of `words` is close, else ""."""
+    known = list(words)
+    # Who stops in mid-name means one that begins so, however long it is.
+    begun = [other for other in known if word and other.startswith(word)]
+    close = begun or difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class SpecError(MoeCoreError, ValueError):
@@ -71,13 +137,9 @@ class UnknownNameError(MoeCoreError, ValueError):
     ) -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(set(known)))
         self.spellings = tuple(sorted(set(spellings)))
-        words = (*self.known, *self.spellings)
-        # Who stops in mid-name means one that begins so, however long it is.
-        begun = [word for word in words if name and word.startswith(name)]
-        close = begun or difflib.get_close_matches(name, words, n=1)
-        did_you_mean = f"; did you mean {close[0]!r}?" if close else "."
+        meant = did_you_mean(name, (*self.known, *self.spellings)) or "."
         listed = ", ".join(self.known) or "none"
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean} Known: {listed}.{' ' + hint if hint else ''}")
+        super().__init__(f"unknown {kind} {name!r}{meant} Known: {listed}.{' ' + hint if hint else ''}")
         self._hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:

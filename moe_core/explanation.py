@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from moe_core.errors import counted
 from moe_core.findings import DtypeChoice, Findings, Reason, WorkloadDecision
 from moe_core.misses import Misses, relevant
 from moe_core.request import Pins
@@ -51,7 +52,16 @@ def why(decision: Findings, workload: WorkloadDecision) -> str:
         words.append(f"first of {count + len(workload.unshared)} that fit: {because}")
     else:
         words.append(because)
-    return "; ".join(words)
+    return "; ".join(filter(None, (*words, _doubt(workload))))
+
+
+def _doubt(workload: WorkloadDecision) -> str:
+    """Which of the order are as fast as the first for all that samples tell, by their places; "" if none is."""
+    places = [str(place) for place, entry in enumerate(workload.ranked, start=1) if entry in workload.not_told_apart]
+    if not places:
+        return ""
+    which = f"{'that' if len(places) == 1 else 'those'} in place {', '.join(places)}"
+    return f"not told apart from {which}: their samples overlap, moe-core tune with more --repeats may tell"
 
 
 def dtype_text(dtype: DtypeChoice) -> str:
@@ -93,7 +103,7 @@ def _against(decision: Findings) -> list[str]:
     every = []
     for (pins, lines), phases in found.items():
         shown = lines[: max(_FEWEST_LISTED, _MOST_LISTED // len(found))]
-        more = [f"and {len(lines) - len(shown)} more lines"] if len(lines) > len(shown) else []
+        more = [f"and {counted(len(lines) - len(shown), 'more line')}"] if len(lines) > len(shown) else []
         every += [f"  workload {', '.join(phases)}, {pins}:", *(f"    {line}" for line in (*shown, *more))]
     return every
 
@@ -101,7 +111,7 @@ def _against(decision: Findings) -> list[str]:
 def stages(workload: WorkloadDecision) -> str:
     """How many are left after each stage: `17 of 45 specs fit alone; of their pairs 12 of 12`."""
     joined, unjoined = workload.joined, workload.num_unjoined
-    specs = f"{sum(not spec.reasons for spec in workload.specs)} of {len(workload.specs)} specs fit alone"
+    specs = f"{sum(not spec.reasons for spec in workload.specs)} of {counted(len(workload.specs), 'spec')} fit alone"
     pairs = f"of their pairs {sum(not pair.reasons for pair in joined)} of {len(joined)}"
     return f"{specs}; {pairs}{f' ({unjoined} more differ in format)' if unjoined else ''}"
 

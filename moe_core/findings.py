@@ -12,6 +12,7 @@ import attrs
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.environment import Environment
+from moe_core.errors import counted
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import TokenDtype
 from moe_core.vocabulary import REASON_CODES, one_of
@@ -95,6 +96,7 @@ class Ranked:
         dtype: Its dispatch dtype.
         microseconds: Its time, None if none counted.
         provenance: Which measurement that is, "" if none counted.
+        quartiles: Those of its samples in microseconds, None if no time counted or they are not known.
     """
 
     candidate: Candidate
@@ -102,11 +104,23 @@ class Ranked:
     dtype: DtypeChoice
     microseconds: float | None = None
     provenance: str = ""
+    quartiles: tuple[float, float] | None = None
 
     @property
     def short_because(self) -> str:
         """`because` without where a time comes from."""
         return self.because.replace(self.provenance, self.provenance.partition(" (")[0])
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether its measured time put it in its place."""
+        return bool(self.provenance) and self.because.startswith(self.provenance)
+
+    def is_told_from(self, other: Ranked) -> bool:
+        """Whether the samples of the two tell which is faster; what is not known of them speaks against nothing."""
+        if self.quartiles is None or other.quartiles is None:
+            return True
+        return max(self.quartiles[0], other.quartiles[0]) > min(self.quartiles[1], other.quartiles[1])
 
 
 @attrs.frozen(kw_only=True)
@@ -139,11 +153,19 @@ class WorkloadDecision:
     def title(self) -> str:
         """`any`, `decode, up to 128 tokens`, `any, from 91 to 512 tokens, graph capture`."""
         limit = self.workload.max_tokens
-        tokens = f"from {self.min_tokens}{f' to {limit}' if limit else ''} tokens"
+        tokens = f"from {self.min_tokens} to {limit} tokens" if limit else f"from {self.min_tokens} tokens"
         if self.min_tokens == 1:
-            tokens = f"up to {limit} tokens" if limit else ""
+            tokens = f"up to {counted(limit, 'token')}" if limit else ""
         graph = "graph capture" if self.workload.graph_capture else ""
         return ", ".join(filter(None, (self.workload.phase, tokens, graph)))
+
+    @property
+    def not_told_apart(self) -> tuple[Ranked, ...]:
+        """Those in the order that are as fast as the first for all that samples tell: their quartiles overlap."""
+        if not self.ranked or not self.ranked[0].is_by_time:
+            return ()
+        first, *others = self.ranked
+        return tuple(entry for entry in others if not first.is_told_from(entry))
 
     @property
     def joined(self) -> tuple[PairReport, ...]:

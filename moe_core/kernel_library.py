@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from moe_core.errors import PluginError
+from moe_core.errors import PluginError, is_interrupt
 from moe_core.installed import installed_version
 from moe_core.requirement import Requirement
 
@@ -28,7 +28,10 @@ def import_library(requirement: Requirement) -> ModuleType:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return importlib.import_module(requirement.module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        # A library that exits or panics cannot be imported either; whoever interrupts it wants the program to end.
+        if is_interrupt(error):
+            raise
         raise PluginError(
             f"{_described(requirement)} cannot be imported beside torch {installed_version('torch')}: "
             f"{type(error).__name__}: {error}; {requirement.install}"

@@ -11,7 +11,7 @@ from moe_core.agreement import Compared, telling
 from moe_core.bound import BoundExperts, check_reload, telling_of_reload
 from moe_core.decision import Decision
 from moe_core.environment import Environment
-from moe_core.errors import InputError, WeightsError
+from moe_core.errors import InputError, WeightsError, counted
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurements import MeasurementTable
 from moe_core.payloads import ExpertGroup, PreparedTensor, PreparedWeights, RawWeights, Tensor
@@ -76,7 +76,7 @@ class MoELayer(torch.nn.Module):
         self._group = group or ExpertGroup()
         if self._group.size != request.ep_size:
             raise InputError(
-                f"request.ep_size is {request.ep_size}, the group has {self._group.size} ranks; "
+                f"request.ep_size is {request.ep_size}, the group has {counted(self._group.size, 'rank')}; "
                 "pass group=ExpertGroup(rank=..., size=..., process_group=...)"
             )
         if environment is None:

@@ -11,7 +11,7 @@ import attrs
 
 from moe_core.declared import Candidate
 from moe_core.discovery import find
-from moe_core.errors import MoeCoreError, PluginError, told
+from moe_core.errors import MoeCoreError, PluginError, is_interrupt, told
 from moe_core.registry import PluginRegistry
 from moe_core.request import LayerRequest
 from moe_core.specs import DispatcherSpec, RunnerSpec, TokenDtype
@@ -98,6 +98,7 @@ class BackendManager(PluginRegistry):
                 problem = f"a reload changes nothing of out but the values of its tensors; {', '.join(changes)}"
                 self._refuse(plan.runner_plugin, "process_weights_after_loading", problem)
         except BaseException as error:
+            # It passes on, whatever it is: an interrupt, too, leaves weights that are neither the old nor the new ones.
             kept.restore(out)
             error.add_note(PARTLY_WRITTEN)
             raise
@@ -164,9 +165,10 @@ class BackendManager(PluginRegistry):
         except MoeCoreError as error:
             error.add_note(f"raised by plugin {self._found[plugin]}, hook {hook}")
             raise
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
+            # Whatever a hook raises is told with its plugin's name, an exit of its own included; but not the user's.
+            if is_interrupt(error):
+                raise
             raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {told(error)}") from error
 
     def _refuse(self, plugin: str, hook: str, problem: str) -> NoReturn:

@@ -14,9 +14,9 @@ from typing import TypeAlias
 import attrs
 
 from moe_core.environment import Environment
-from moe_core.errors import SpecError, UnwrittenError
+from moe_core.errors import SpecError, UnwrittenError, counted
 from moe_core.json_files import ENCODING, JsonValue, parse_json, shown
-from moe_core.measurements import Measurement, MeasurementTable
+from moe_core.measurements import Measurement, MeasurementTable, Time
 from moe_core.whole_file import write_whole
 
 SCHEMA = 1
@@ -24,8 +24,8 @@ SCHEMA = 1
 _MOST_BYTES, _MOST_TOKENS = 4 << 20, 1 << 31
 #: How a token count is written, of which `_MOST_TOKENS` has ten digits.
 _COUNT = re.compile("[1-9][0-9]{0,9}")
-#: Shape -> candidate -> token count -> microseconds.
-Times: TypeAlias = Mapping[str, Mapping[str, Mapping[int, float]]]
+#: Shape -> candidate -> token count -> time.
+Times: TypeAlias = Mapping[str, Mapping[str, Mapping[int, Time]]]
 
 
 @attrs.frozen(kw_only=True)
@@ -36,7 +36,8 @@ class MeasurementFile:
         environment: The machine that was measured.
         plugins: Plugin name -> its distribution and version then.
         date: Day of the newest time, ISO 8601.
-        times: Microseconds of one layer forward, by `shape_key`, full name of the candidate, and tokens.
+        times: Of one layer forward, by `shape_key`, full name of the candidate, and tokens. In the file each is a
+            number of microseconds or, with quartiles, the list `[median, low, high]`.
     """
 
     environment: Environment
@@ -110,14 +111,16 @@ class MeasurementFile:
                 arch=arch,
                 shape=shape,
                 num_tokens=num_tokens,
-                microseconds=microseconds,
+                microseconds=time.microseconds,
+                quartiles=time.quartiles,
                 source=f"{source}, {card_of(self.environment)}, {self.date}",
             )
             for shape, of_shape in self.times.items()
             for candidate, times in of_shape.items()
-            for num_tokens, microseconds in times.items()
+            for num_tokens, time in times.items()
         ]
-        return MeasurementTable(rows, (f"{source}: {len(rows)} times of {len(self.times)} shapes, {self.machine}",))
+        amount = f"{counted(len(rows), 'time')} of {counted(len(self.times), 'shape')}"
+        return MeasurementTable(rows, (f"{source}: {amount}, {self.machine}",))
 
     def without_changed_plugins(self, plugins: Mapping[str, str]) -> tuple[MeasurementFile, str]:
         """The file without candidates of plugins whose version is another now, and what they are, "" if none."""
@@ -171,8 +174,18 @@ def _text(path: Path) -> str:
     return path.read_text(encoding=ENCODING)
 
 
-def _read_times(data: JsonValue) -> dict[int, float]:
-    return {_token_count(text, data.place): time.above_zero() for text, time in data.fields().items()}
+def _read_times(data: JsonValue) -> dict[int, Time]:
+    return {_token_count(text, data.place): _read_time(time) for text, time in data.fields().items()}
+
+
+def _read_time(data: JsonValue) -> Time:
+    if not isinstance(data.content, list):
+        return Time(data.above_zero())
+    numbers = [number.above_zero() for number in data.elements()]
+    if len(numbers) != 3 or numbers[1] > numbers[2]:
+        raise SpecError(f"{data.place}: expected [median, low quartile, high quartile], got {numbers}")
+    median, low, high = numbers
+    return Time(median, (low, high))
 
 
 def _token_count(text: str, place: str) -> int:
@@ -182,13 +195,18 @@ def _token_count(text: str, place: str) -> int:
     return int(text)
 
 
-def _shape_text(shape: str, of_shape: Mapping[str, Mapping[int, float]]) -> str:
+def _shape_text(shape: str, of_shape: Mapping[str, Mapping[int, Time]]) -> str:
     lines = [f"      {json.dumps(candidate)}: {_times_text(times)}" for candidate, times in sorted(of_shape.items())]
     return "\n".join([f"    {json.dumps(shape)}: {{", ",\n".join(lines), "    }"])
 
 
-def _times_text(times: Mapping[int, float]) -> str:
-    return json.dumps({str(count): float(f"{times[count]:.4g}") for count in sorted(times)})
+def _times_text(times: Mapping[int, Time]) -> str:
+    return json.dumps({str(count): _time_json(times[count]) for count in sorted(times)})
+
+
+def _time_json(time: Time) -> float | list[float]:
+    median, *quartiles = [float(f"{number:.4g}") for number in (time.microseconds, *(time.quartiles or ()))]
+    return [median, *quartiles] if quartiles else median
 
 
 def _versions(environment: Environment) -> str:

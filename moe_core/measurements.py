@@ -23,8 +23,32 @@ COMPARABLE = 2
 
 
 def _is_time(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not _is_positive(value):
         raise SpecError(f"Measurement, field 'microseconds': expected a finite number > 0, got {value!r}")
+
+
+def _are_quartiles(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is None:
+        return
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_positive, value)) and value[0] <= value[1]):
+        raise SpecError(f"Measurement, field 'quartiles': expected (low, high) with 0 < low <= high, got {value!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+class Time(NamedTuple):
+    """How long one forward takes.
+
+    Attributes:
+        microseconds: The median of the samples.
+        quartiles: Microseconds that a quarter of the samples is below, and a quarter above; None where the samples are
+            not known, or were too few to say.
+    """
+
+    microseconds: float
+    quartiles: tuple[float, float] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -38,6 +62,7 @@ class Measurement:
         num_tokens: T of this rank.
         microseconds: Median time of one layer forward.
         source: Card, versions, date and script, for the decision's text.
+        quartiles: As of `Time`.
     """
 
     candidate: str = attrs.field(validator=instance_of(str))
@@ -46,6 +71,7 @@ class Measurement:
     num_tokens: int = attrs.field(validator=at_least(1))
     microseconds: float = attrs.field(validator=_is_time)
     source: str = attrs.field(validator=instance_of(str))
+    quartiles: tuple[float, float] | None = attrs.field(default=None, validator=_are_quartiles)
 
 
 class MeasuredTime(NamedTuple):
@@ -54,6 +80,7 @@ class MeasuredTime(NamedTuple):
     microseconds: float
     num_tokens: int
     provenance: str
+    quartiles: tuple[float, float] | None = None
 
     def is_comparable(self, other: MeasuredTime) -> bool:
         """Whether the two are of about as many tokens: times that are not cannot tell which combination is faster."""
@@ -143,4 +170,5 @@ def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: in
     row = min(rows, key=nearness)
     is_exact = row.num_tokens == num_tokens
     kind = f"exact, T={num_tokens}" if is_exact else f"nearest, T={row.num_tokens} for {num_tokens}"
-    return MeasuredTime(row.microseconds, row.num_tokens, f"measured {row.microseconds:g} us ({kind}; {row.source})")
+    provenance = f"measured {row.microseconds:g} us ({kind}; {row.source})"
+    return MeasuredTime(row.microseconds, row.num_tokens, provenance, row.quartiles)

@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 import attrs
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
+from moe_core.errors import counted
 from moe_core.findings import Reason, WorkloadDecision
 from moe_core.request import LayerRequest, Pins
 
@@ -62,7 +63,7 @@ class Miss:
         if self.plugin:
             names = f"{self.plugin}:{compact(self.names)}"
         else:
-            names = f"{first} and {len(more)} more pair{'s' if len(more) > 1 else ''}" if more else first
+            names = f"{first} and {counted(len(more), 'more pair')}" if more else first
         if self.is_folded:
             needs, found = self.reasons[0].needs, self.reasons[0].found
             who = f"{self.plugin}: {len(self.names)} variants need" if more else f"{names} needs"

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from moe_core.activation import SWIGLU, SWIGLU_OAI, ActivationSpec
-from moe_core.errors import SpecError, UnknownNameError
+from moe_core.errors import SpecError, UnknownNameError, counted
 from moe_core.json_files import ENCODING, shown
 from moe_core.model_layers import draft_modules, experts_module, model_type, moe_layers
 from moe_core.quant import LayerQuant, QuantScheme, read_layer
@@ -213,7 +213,7 @@ def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
     name, value = next(iter(present.items()))
     if isinstance(value, list):
         if len(value) != text.get("num_hidden_layers"):
-            raise SpecError(f"{where}: {name} has {len(value)} entries, expected one per layer")
+            raise SpecError(f"{where}: {name} has {counted(len(value), 'entry', 'entries')}, expected one per layer")
         if layer >= len(value):
             raise SpecError(f"{where}: {name} has no entry for layer {layer}; give its sizes by hand")
         value = value[layer]

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
-from moe_core.errors import InputError
+from moe_core.errors import InputError, counted
 from moe_core.request import LayerRequest
 from moe_core.specs import TokenDtype
 from moe_core.vocabulary import ANY, PHASES, as_tuple, tuple_of
@@ -52,7 +52,7 @@ class Route:
 
     def __str__(self) -> str:
         """`any: torch:none.standard + torch:torch.standard, bf16 by runner`."""
-        limit = f", up to {self.max_tokens} tokens" if self.max_tokens else ""
+        limit = f", up to {counted(self.max_tokens, 'token')}" if self.max_tokens else ""
         return f"{self.phase}: {self.candidate.full_name}, {self.token_dtype} by {self.dtype_rule}{limit}"
 
 

@@ -51,9 +51,9 @@ def rank(
     usual = found[0] if found else None
     found = [time if time and usual and time.is_comparable(usual) else None for time in found]
     timed = [
-        (place._replace(microseconds=time.microseconds), candidate, dtype, time.provenance)
+        (place._replace(microseconds=time.microseconds), candidate, dtype, time)
         if time
-        else (place, candidate, dtype, "")
+        else (place, candidate, dtype, None)
         for (place, candidate, dtype), time in zip(by_tier, found, strict=True)
     ]
     ordered = sorted(timed, key=lambda entry: entry[0])
@@ -62,10 +62,11 @@ def rank(
             candidate=candidate,
             because="",
             dtype=dtype,
-            microseconds=place.microseconds if provenance else None,
-            provenance=provenance,
+            microseconds=time.microseconds if time else None,
+            provenance=time.provenance if time else "",
+            quartiles=time.quartiles if time else None,
         )
-        for place, candidate, dtype, provenance in ordered
+        for _, candidate, dtype, time in ordered
     )
     return set_apart(tuple(ranked), request)
 

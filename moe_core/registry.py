@@ -16,7 +16,7 @@ import pluggy
 from moe_core import hookspecs
 from moe_core.discovery import Failed, Found, being_loaded, load, watched
 from moe_core.environment import Environment, probe_environment
-from moe_core.errors import PluginConflictError, PluginError, UnknownNameError, told
+from moe_core.errors import PluginConflictError, PluginError, UnknownNameError, is_interrupt, told
 from moe_core.findings import PluginReport
 from moe_core.hookspecs import PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
@@ -92,10 +92,11 @@ class PluginRegistry:
             with watched(origin, "reading the declaration of"):
                 spec = read_declaration(name, implementations)
         except BaseException as error:
-            # Interrupts pass, but leave nothing behind; pluggy 1.6 keeps a plugin whose validation failed.
+            # The user's interrupt passes, and leaves nothing behind; what else a plugin raises, exits included, is why
+            # it is refused. pluggy 1.6 keeps a plugin whose validation failed.
             if self._pluggy.get_plugin(name) is not None:
                 self._pluggy.unregister(name=name)
-            if isinstance(error, KeyboardInterrupt):
+            if is_interrupt(error):
                 raise
             raise PluginError(f"plugin {origin} was refused: {told(error)}") from error
         self._found[name], self._specs[name], self._implementations[name] = origin, spec, implementations

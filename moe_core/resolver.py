@@ -11,8 +11,8 @@ import attrs
 from moe_core import dispatch_dtype
 from moe_core.decision import Decision
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
-from moe_core.environment import Environment
-from moe_core.errors import PluginConflictError
+from moe_core.environment import Environment, check_described
+from moe_core.errors import PluginConflictError, counted
 from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
 from moe_core.findings import DtypeChoice, PairReport, PluginReport, Reason, SpecReport, WorkloadDecision
 from moe_core.measurements import MeasurementTable
@@ -24,7 +24,6 @@ from moe_core.sharing import in_step
 from moe_core.specs import PluginSpec, Requirement
 from moe_core.stand_ins import notes_with
 from moe_core.token_ranges import lanes_of, ranges_of
-from moe_core.vocabulary import DEVICE_TYPES, require_word
 
 _Declared = DeclaredDispatcher | DeclaredRunner
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
@@ -55,10 +54,10 @@ def resolve(
     Raises:
         UnknownNameError: A pin, prefer or exclude names nothing that is declared.
         PluginConflictError: Two declarations have one name.
-        SpecError: The machine was described, with a device type that neither the core nor a plugin knows.
+        SpecError: The machine was described, with a device type or generation that nobody knows.
     """
     plugins = tuple(plugins)
-    _check_device_type(plugins, environment)
+    check_described(environment, plugins)
     declared = _declared(plugins)
     check_names([d for d, _ in declared], request, reports)
     table = measurements or MeasurementTable()
@@ -82,13 +81,6 @@ def resolve(
         reasons=(reason,) if reason else (),
         error=str(reason) if reason else error,
     )
-
-
-def _check_device_type(plugins: Sequence[PluginSpec], environment: Environment) -> None:
-    """Raise `SpecError` for a misspelt device type; what torch says of a machine that it looked at is taken."""
-    known = (*DEVICE_TYPES, *(device for plugin in plugins for device in plugin.device_types))
-    if environment.source != "probed":
-        require_word(environment.device_type, known, f"environment {environment.source}, field 'device_type'")
 
 
 def _with_stand_in(decision: WorkloadDecision) -> WorkloadDecision:
@@ -155,7 +147,7 @@ def _decide(
     misses = Misses.of(request, [relevant(pins, decision)]).nearest
     first = [miss.texts[0] for miss in misses][:_FEW_REASONS]
     left = sum(len(miss.texts) for miss in misses) - len(first)
-    against = "; ".join([*first, *([f"and {left} more reasons"] if left else [])])
+    against = "; ".join([*first, *([f"and {counted(left, 'more reason')}"] if left else [])])
     against = against or "nothing that was pinned can run here"
     for fewer in _fewer_pins(pins):
         relaxed = with_pins(fewer)

@@ -164,4 +164,5 @@ def _why(lane: WorkloadDecision, before: Ranked) -> str:
     if left.microseconds is None:
         return f"{begins}: {before.candidate.full_name} was not measured there"
     faster = left.microseconds / chosen.microseconds - 1
-    return f"{begins}: {faster:.0%} faster than {before.candidate.full_name}"
+    doubt = "" if chosen.is_told_from(left) else ", which their samples do not tell for sure: they overlap"
+    return f"{begins}: {faster:.0%} faster than {before.candidate.full_name}{doubt}"

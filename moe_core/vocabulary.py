@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, did_you_mean
 
 #: `(instance, attribute, value)`: raises `SpecError` for a value outside of a field's vocabulary.
 Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
@@ -99,7 +99,8 @@ def require_word(value: object, words: Iterable[str], where: str) -> None:
     """Raise `SpecError` unless `value` is one of `words`; `where` names the object and the field."""
     known = tuple(words)
     if value not in known:
-        raise SpecError(f"{where}: {value!r} is not one of {', '.join(known)}")
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise SpecError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
 
 
 def _place(instance: Any, attribute: attrs.Attribute[Any]) -> str:
@@ -193,16 +194,23 @@ def is_name(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def is_arch(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """An attrs validator: device generations as they are compared, lower-case and without separators: `sm90`, `a3`."""
-    for arch in value if isinstance(value, tuple) else (value,):
-        if not isinstance(arch, str) or not re.fullmatch("[a-z0-9]*", arch):
-            raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'sm90' or 'a3', got {arch!r}")
+    _require_lower_case(instance, attribute, value, f"[a-z0-9]{{0,{_LONGEST_NAME}}}", "'sm90' or 'a3'")
 
 
 def is_device_type(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """An attrs validator: device types as torch spells them, such as `npu`; who knows all plugins knows which exist."""
-    for device in value if isinstance(value, tuple) else (value,):
-        if not isinstance(device, str) or not re.fullmatch("[a-z][a-z0-9_]*", device):
-            raise SpecError(f"{_place(instance, attribute)}: expected lower-case like 'cuda' or 'npu', got {device!r}")
+    _require_lower_case(instance, attribute, value, f"[a-z][a-z0-9_]{{0,{_LONGEST_NAME - 1}}}", "'cuda' or 'npu'")
+
+
+def _require_lower_case(
+    instance: Any, attribute: attrs.Attribute[Any], value: Any, pattern: str, examples: str
+) -> None:
+    """Raise `SpecError` unless a word, or each of a tuple of them, is a plain text of this pattern."""
+    for word in value if isinstance(value, tuple) else (value,):
+        # As of `is_name`.
+        if type(word) is not str or not re.fullmatch(pattern, word):
+            expected = f"expected lower-case like {examples}, at most {_LONGEST_NAME} letters"
+            raise SpecError(f"{_place(instance, attribute)}: {expected}, got {repr(word)[:_LONGEST_NAME]}")
 
 
 def as_tuple(value: Any) -> Any:

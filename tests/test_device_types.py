@@ -51,6 +51,41 @@ def test_a_described_device_type_that_nobody_knows() -> None:
         resolve([shipped_torch()], request(), ZEPHYR)
 
 
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("device", "arch", "told"),
+    [
+        ("zephyr", "z2", "'z2' is not one of z1$"),
+        ("cuda", "hopper", "is no generation of cuda, expected sm and the compute capability, such as sm100, sm90$"),
+        ("cuda", "sm9", "such as sm100, sm90; did you mean 'sm90'?"),
+        ("cuda", "sm90a", "did you mean 'sm90'?"),
+        ("cuda", "90", "is no generation of cuda"),
+        ("cuda", "z1", "'z1' is a generation of zephyr, 'device_type' is 'cuda'"),
+        ("cpu", "sm90", "'sm90' is a generation of cuda, 'device_type' is 'cpu'"),
+        ("npu", "sm120", "'sm120' is a generation of cuda"),
+        ("zephir", "z1", "'zephir' is not one of .*; did you mean 'zephyr'?"),
+    ],
+)
+def test_a_described_generation_that_nobody_knows(device: str, arch: str, told: str) -> None:
+    cards = plugin(runners=[runner(devices=("cuda",), archs=("sm90", "sm100"))])
+    wrong = Environment(device_type=device, arch=arch, source="machine.json")
+    with pytest.raises(SpecError, match=told.replace("?", r"\?")) as caught:
+        resolve([_declared(), cards], request(), wrong)
+    field = "device_type" if device == "zephir" else "arch"
+    expect(str(caught.value).startswith(f"environment machine.json, field {field!r}: "), caught.value)
+    # What torch says of a machine is taken.
+    resolve([_declared(), cards], request(), attrs.evolve(wrong, source="probed"))
+
+
+@pytest.mark.parametrize(
+    ("device", "arch"), [("cuda", ""), ("cuda", "sm70"), ("cuda", "sm121"), ("npu", "a9"), ("cpu", "x"), ("zephyr", "")]
+)
+def test_a_described_generation_that_may_exist(device: str, arch: str) -> None:
+    # No plugin here knows those of npu and cpu; that of a CUDA device may be older or newer than all that is declared.
+    described = Environment(device_type=device, arch=arch, packages=ZEPHYR.packages, source="machine.json")
+    assert resolve([_declared(), shipped_torch()], request(), described).is_feasible
+
+
 @pytest.mark.parametrize("has_module", [True, False])
 def test_a_machine_with_a_device_type_of_its_own(monkeypatch: pytest.MonkeyPatch, has_module: bool) -> None:
     def module_of(device: str) -> object:

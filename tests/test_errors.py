@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from moe_core.errors import UnknownNameError, WeightsError, some_of
+import pytest
+import torch
+
+from moe_core.errors import (
+    PluginError,
+    UnknownNameError,
+    WeightsError,
+    counted,
+    first_line,
+    in_a_line,
+    out_of_memory,
+    some_of,
+    told,
+)
 
 
 def test_of_many_names_the_first_and_their_number_are_said() -> None:
@@ -26,3 +39,47 @@ def test_who_stops_in_mid_name_means_what_begins_so():
     assert "did you mean 'fp8_block128'?" in str(error)
     assert "did you mean 'mxfp8'?" in str(UnknownNameError("scheme", "mfp8", ["mxfp8", "fp8_block128"]))
     assert "did you mean" not in str(UnknownNameError("scheme", "", ["mxfp8"]))
+
+
+def test_counts_and_their_nouns() -> None:
+    assert [counted(number, "token count") for number in (0, 1, 2)] == [
+        "0 token counts",
+        "1 token count",
+        "2 token counts",
+    ]
+    assert [counted(number, "entry", "entries") for number in (1, 2)] == ["1 entry", "2 entries"]
+
+
+CUDA_TEXT = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 3.14 GiB is "
+    "free. Including non-PyTorch memory, this process has 75.96 GiB memory in use. Of the allocated memory 75.30 GiB "
+    "is allocated by PyTorch, and 20.48 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+OLDER_TEXT = "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity; 1.50 GiB free; ...)"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError(CUDA_TEXT), "out of memory: 20.00 GiB were asked for, 3.14 GiB are free"),
+        (RuntimeError(OLDER_TEXT), "out of memory: 2.00 GiB were asked for, 1.50 GiB are free"),
+        (torch.OutOfMemoryError("Tried to allocate more than 1EB memory."), "out of memory: 1 EB were asked for"),
+        (torch.OutOfMemoryError("no more"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (RuntimeError("a kernel failed"), ""),
+        (ValueError("Tried to allocate 2 GiB"), ""),
+        (PluginError("plugin 'a': CUDA out of memory. Tried to allocate 2.00 GiB"), ""),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_memory_that_ran_out_is_told_in_a_few_words(error: BaseException, text: str) -> None:
+    assert out_of_memory(error) == text
+    if text:
+        assert first_line(error) == in_a_line(error) == told(error) == text
+
+
+def test_what_torch_says_of_this_machine() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert out_of_memory(caught.value) == "out of memory: 4294967296.00 GiB were asked for"

@@ -30,13 +30,27 @@ def test_what_a_library_prints_is_dropped(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.error_path
 @pytest.mark.parametrize(
-    "error", ["ImportError: libkernels.so.3", "AssertionError: no toolkit", "OSError: symbol", "SystemExit: 1"]
+    "error",
+    [
+        "ImportError: libkernels.so.3",
+        "AssertionError: no toolkit",
+        "OSError: symbol",
+        "SystemExit: 1",
+        "BaseException: x",
+    ],
 )
 def test_a_library_that_cannot_be_imported_says_why(folder: Path, error: str) -> None:
     name, _, text = error.partition(": ")
     folder.write_text(f"raise {name}({text!r})\n")
     message = f"some_kernels of unknown version cannot be imported beside torch 2.*: {error}; install a build for your"
     with pytest.raises(PluginError, match=message):
+        import_library(LIBRARY)
+
+
+@pytest.mark.error_path
+def test_an_interrupt_while_a_library_is_imported_passes(folder: Path) -> None:
+    folder.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
         import_library(LIBRARY)
 
 

@@ -321,7 +321,7 @@ def test_prepared_weights_cannot_be_cast_or_moved(layer: MoELayer) -> None:
 
 @pytest.mark.error_path
 def test_the_group_must_fit_the_request() -> None:
-    with pytest.raises(InputError, match="ep_size is 2, the group has 1 ranks"):
+    with pytest.raises(InputError, match="ep_size is 2, the group has 1 rank;"):
         MoELayer(attrs.evolve(SMALL, ep_size=2), environment=CPU, manager=torch_manager())
     with pytest.raises(InputError, match="ep_size is 1, the group has 2 ranks"):
         MoELayer(SMALL, environment=CPU, manager=torch_manager(), group=ExpertGroup(rank=0, size=2))

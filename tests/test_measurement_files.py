@@ -15,7 +15,7 @@ from moe_core.environment import PRESETS, Environment
 from moe_core.errors import SpecError
 from moe_core.measurement_files import MeasurementFile, is_of_card
 from moe_core.measurement_sources import MeasurementWarning, default_measurements, explicit_measurements, user_file
-from moe_core.measurements import Measurement
+from moe_core.measurements import Measurement, Time
 
 HERE = Environment(
     device_type="cuda",
@@ -30,7 +30,10 @@ FILE = MeasurementFile(
     environment=HERE,
     plugins=VERSIONS,
     date="2026-11-28",
-    times={"shape a": {TORCH: {1: 12.5, 16: 40.0}, VENDOR: {16: 30.0}}, "shape b": {TORCH: {1: 3.0}}},
+    times={
+        "shape a": {TORCH: {1: Time(12.5), 16: Time(40.0, (38.5, 41.0))}, VENDOR: {16: Time(30.0)}},
+        "shape b": {TORCH: {1: Time(3.0)}},
+    },
 )
 
 
@@ -129,7 +132,7 @@ def test_a_shipped_table_serves_its_card_whatever_the_versions(cache: Path, ship
 
 def test_the_users_times_are_above_the_shipped_ones(cache: Path, shipped: Path) -> None:
     FILE.write(shipped / "h100.json")
-    own = attrs.evolve(FILE, times={"shape a": {TORCH: {1: 99.0}}})
+    own = attrs.evolve(FILE, times={"shape a": {TORCH: {1: Time(99.0)}}})
     own.write(cache)
     table = default_measurements(HERE, VERSIONS)
     assert [(row.shape, row.microseconds) for row in table.rows] == [("shape a", 99.0), ("shape b", 3.0)]
@@ -166,6 +169,9 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         (_data(times={"a": {TORCH: {"1": True}}}), "expected a number > 0, got true"),
         (_data(times={"a": {TORCH: {"1": float("nan")}}}), "expected a number > 0, got NaN"),
         (_data(times={"a": {TORCH: {"1": 10**400}}}), "expected a number > 0, got 1000"),
+        (_data(times={"a": {TORCH: {"1": [1, 2]}}}), "expected [median, low quartile, high quartile], got"),
+        (_data(times={"a": {TORCH: {"1": [2, 3, 1]}}}), "got [2.0, 3.0, 1.0]"),
+        (_data(times={"a": {TORCH: {"1": [2, 0, 3]}}}), f'times.a["{TORCH}"]["1"][1]: expected a number > 0, got 0'),
         (_data(times={"a": {TORCH: {"zero": 1}}}), f'times.a["{TORCH}"]: expected token counts from 1 to below'),
         (_data(times={"a": {TORCH: {"0": 1}}}), "expected token counts from 1"),
         (_data(times={"a": {TORCH: {"1": 5, " 1": 6}}}), 'got " 1"'),

@@ -67,6 +67,10 @@ def _subclassed() -> RunnerSpec:
     return _Subclass(**{field.name: getattr(usual, field.name) for field in attrs.fields(RunnerSpec)})
 
 
+class Stopped(KeyboardInterrupt):
+    pass
+
+
 class _Names(str, enum.Enum):  # noqa: UP042 - it is written into a message as `_Names.TOY`
     TOY = "toy"
 
@@ -137,6 +141,18 @@ def test_what_a_hook_raises_names_its_plugin(error: BaseException) -> None:
     manager.register("toy", _with_hook(lambda: _raise(error)))
     with pytest.raises(PluginError, match=f"'toy' .*hook select_dispatcher: {type(error).__name__}"):
         manager._ask("toy", "select_dispatcher")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), BaseExceptionGroup("two", [SystemExit(), ExceptionGroup("", [OSError()]), Stopped()])],
+)
+def test_an_interrupt_passes_through_a_hook_alone_or_in_a_group(error: BaseException) -> None:
+    manager = BackendManager()
+    manager.register("toy", _with_hook(lambda: _raise(error)))
+    with pytest.raises(type(error)) as caught:
+        manager._ask("toy", "select_dispatcher")
+    expect(caught.value is error)
 
 
 @pytest.mark.parametrize(

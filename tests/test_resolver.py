@@ -619,7 +619,8 @@ def test_two_declarations_of_one_name() -> None:
 # Reasons --------------------------------------------------------------------------------------------------------
 
 GOOD = request(workloads=Workload(phase="decode", max_tokens=64), ep_size=2, runner_backend="toy", a2a_backend="toy")
-GOOD_MACHINE = Environment(device_type="cuda", arch="sm90", packages={"lib": "1.5"})
+# One that was looked at may have any device of any generation.
+GOOD_MACHINE = Environment(device_type="cuda", arch="sm90", packages={"lib": "1.5"}, source="probed")
 STRICT = plugin(
     dispatchers=[
         dispatcher(sends=(BF16_TOKENS, FP8_ROW)),

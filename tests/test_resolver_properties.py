@@ -118,7 +118,8 @@ def _environment(rng: random.Random) -> Environment:
     device, arch = rng.choice([("cpu", ""), ("cuda", "sm90"), ("cuda", "sm80"), ("npu", "a3")])
     packages = rng.choice([{}, {"lib": "1.0"}, {"lib": "2.1"}])
     variables = rng.choice([{}, {}, {"LIB_COUNTS": "0"}])
-    return Environment(device_type=device, arch=arch, packages=packages, variables=variables)
+    # Whatever is found by looking is taken.
+    return Environment(device_type=device, arch=arch, packages=packages, variables=variables, source="probed")
 
 
 def _triples(seed: int) -> Iterator[tuple[random.Random, Triple]]:

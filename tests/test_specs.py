@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import Any
 
@@ -11,6 +12,11 @@ from moe_core import activation, quant, specs
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.errors import SpecError
 from moe_core.specs import DeviceGeneration, Limit, PluginSpec, Requirement, TokenDtype
+
+
+class Word(str, enum.Enum):  # noqa: UP042 - it is written into a message as `Word.CPU`
+    CPU = "cpu"
+
 
 NAMES = {**vars(quant), **vars(activation), **vars(specs)}
 
@@ -39,7 +45,14 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
         (runner, {"devices": ("GPU",)}, "RunnerSpec 'toy', field 'devices': expected lower-case like 'cuda'"),
         (runner, {"devices": ()}, "field 'devices': must not be empty"),
         (runner, {"devices": ("cuda", 3)}, "field 'devices'"),
-        (runner, {"archs": ("SM90",)}, "field 'archs': expected lower-case like 'sm90' or 'a3', got 'SM90'"),
+        (
+            runner,
+            {"archs": ("SM90",)},
+            "field 'archs': expected lower-case like 'sm90' or 'a3', at most 64 letters, got 'SM90'",
+        ),
+        (runner, {"archs": ("a" * 65,)}, "field 'archs': expected lower-case .* at most 64 letters, got 'a{63}$"),
+        (plugin, {"device_types": ("a" * 65,)}, "'device_types': .* at most 64 letters, got 'a{63}$"),
+        (runner, {"devices": (Word.CPU,)}, "field 'devices': expected lower-case"),
         (runner, {"archs": (90,)}, "field 'archs': expected a tuple of str, got the element 90"),
         (runner, {"reads": ()}, "field 'reads': must not be empty"),
         (runner, {"reads": {BF16_TOKENS}}, "field 'reads': .*order counts: write a tuple"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from measured import measured
 
 from moe_core.decision import Decision
-from moe_core.measurements import MeasurementTable
+from moe_core.measurements import MeasurementTable, Time
 from moe_core.planner import make_plan
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
@@ -29,7 +30,7 @@ SPEC = plugin(
         runner("alone", weight_layout="other"),
     ],
 )
-Times = dict[str, dict[int, float]]
+Times = Mapping[str, Mapping[int, float | Time]]
 CROSSING: Times = {"few": {1: 10, 16: 20, 256: 300, 2048: 2000}, "many": {1: 30, 16: 35, 256: 200, 2048: 1000}}
 
 
@@ -117,6 +118,24 @@ def test_the_winner_stands_first_and_says_why() -> None:
     close = _decide({"few": {1: 10.0}, "many": {1: 9.8}}).workloads[0].ranked
     assert [entry.candidate.runner.spec.name for entry in close[:2]] == ["few", "many"]
     assert close[0].because == "measured 10 us (exact, T=1; bench), less than 3% from the fastest"
+
+
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_a_range_repeats_what_samples_do_not_tell(is_sure: bool) -> None:
+    few = {1: Time(10.0, (9.0, 11.0)), 2: Time(12.0, (11.0, 13.0))}
+    many = {1: Time(11.0, (10.0, 12.0)), 2: Time(10.0, (9.0, 10.9 if is_sure else 11.0))}
+    made, decision = make_plan(manager_of(SPEC), request(**_any(2)), CPU, _table({"few": few, "many": many}))
+    first, second = decision.workloads
+    assert [entry.candidate.runner.spec.name for entry in first.not_told_apart] == ["many"]
+    assert [entry.candidate.runner.spec.name for entry in second.not_told_apart] == ["few"] * (not is_sure)
+    assert "not told apart from that in place 2" in decision.explain()
+    doubts = [note.endswith("which their samples do not tell for sure: they overlap") for note in made.notes]
+    assert doubts == [not is_sure]
+
+
+def test_samples_of_one_alone_tell_nothing() -> None:
+    decision = _decide({"few": {1: Time(10.0, (1.0, 100.0))}, "many": {1: 11.0}})
+    assert decision.workloads[0].not_told_apart == ()
 
 
 @pytest.mark.parametrize(("last", "is_far"), [(16, False), (17, True), (2048, True)])

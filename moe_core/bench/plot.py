@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_core.bench import OURS
 from moe_core.bench.report import Report, Row
-from moe_core.errors import MoeCoreError
+from moe_core.errors import MoeCoreError, SpecError
 
 _COLUMNS = 2
 _PANEL = (7.0, 4.2)
@@ -39,6 +39,17 @@ def write_plot(report: Report, path: Path) -> None:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:
         raise MoeCoreError(f"chart {path}: cannot be written ({error})") from error
+
+
+def require_format(path: Path) -> None:
+    """Raise `SpecError` unless charts are written in the format of a file's ending, or as `require_matplotlib` does."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    # matplotlib appends its usual ending where there is none.
+    if (ending := path.suffix.lower().removeprefix(".")) and ending not in known:
+        raise SpecError(f"chart {path}: no format {ending!r} is known, its ending must be one of {', '.join(known)}")
 
 
 def require_matplotlib() -> Any:

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from moe_core.environment import Environment
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 from moe_core.installed import installed_packages
 from moe_core.json_files import JsonValue, read_json, shown
 from moe_core.tuning.ceilings import Ceilings
@@ -73,7 +73,7 @@ class Machine:
     @property
     def caption(self) -> str:
         """Everything in one line."""
-        threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.arch == "cpu" else ""
+        threads = f", {counted(self.threads, 'thread')}" if self.arch == "cpu" else ""
         versions = ", ".join(f"{name} {version}".strip() for name, version in self.versions.items())
         return f"{self.device}{threads}; {versions}; {self.ceilings} measured in this run; {self.date}"
 
@@ -187,5 +187,7 @@ class Report:
             if schema.whole(0) != SCHEMA:
                 raise SpecError(f"schema {shown(schema.content)}, this version reads {SCHEMA}")
             return cls(_machine(data["machine"]), tuple(map(Row.from_json, data["rows"].elements())))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise SpecError(f"results {path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
             raise SpecError(f"results {path}: not the JSON of moe-core bench ({error})") from error

@@ -12,7 +12,7 @@ from moe_core.bench.peers import Peer
 from moe_core.bench.reference import Reference, tolerance
 from moe_core.bench.report import Machine, Report, Row
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, UnknownNameError, first_line
+from moe_core.errors import MoeCoreError, UnknownNameError, in_a_line
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
@@ -121,7 +121,7 @@ def _drawn(name: str, request: LayerRequest, sweep: Sweep) -> _Case:
     try:
         weights = random_weights(request, sweep.device)
     except (MoeCoreError, RuntimeError) as error:
-        return _Case(name=name, request=request, weights={}, problem=f"no weights: {_told(error)}")
+        return _Case(name=name, request=request, weights={}, problem=f"no weights: {in_a_line(error)}")
     return _Case(name=name, request=request, weights=weights)
 
 
@@ -133,7 +133,7 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
         try:
             batches, reference, floor = _inputs(sweep, case, num_tokens, ceilings)
         except (MoeCoreError, RuntimeError, OverflowError) as error:
-            rows += _not_run(sweep, case, num_tokens, _told(error))
+            rows += _not_run(sweep, case, num_tokens, in_a_line(error))
             continue
         ran: dict[str, str] = {}
         for contender in _contenders(sweep):
@@ -215,12 +215,7 @@ def _entry(
         # A slip of the pen, and not something that cannot run.
         raise
     except Exception as error:  # code of others may raise anything, and its row says what
-        return _Entry(row=attrs.evolve(row, problem=_told(error)))
-
-
-def _told(error: Exception) -> str:
-    text = first_line(error)
-    return text if isinstance(error, MoeCoreError) else f"{type(error).__name__}: {text}"
+        return _Entry(row=attrs.evolve(row, problem=in_a_line(error)))
 
 
 def _checked(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row: Row) -> Row:

@@ -21,7 +21,7 @@ from moe_core.cli.eval import evaluate
 from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.output import print_error
 from moe_core.cli.stopping import exit_with_reader
-from moe_core.errors import MoeCoreError, SpecError, UnknownNameError
+from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, out_of_memory
 from moe_core.planner import PlanWarning
 
 CANNOT, ASKED_WRONGLY = 1, 2
@@ -84,6 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.stderr.write("".join(traceback.format_exception(error)))
             print_error(in_options(str(error), _options(words)))
             sys.exit(ASKED_WRONGLY if isinstance(error, SpecError | UnknownNameError) else CANNOT)
+        except (RuntimeError, MemoryError) as error:
+            short = out_of_memory(error)
+            if not short:
+                raise
+            if {"-v", "--verbose"} & set(words):
+                sys.stderr.write("".join(traceback.format_exception(error)))
+            print_error(f"{short}; take fewer tokens, a smaller or quantized model, or another device")
+            sys.exit(CANNOT)
 
 
 def _options(words: list[str]) -> dict[str, str]:

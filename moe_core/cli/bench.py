@@ -24,11 +24,11 @@ from moe_core.cli.layer_options import (
     TopK,
     tokens_option,
 )
-from moe_core.cli.options import AsJson, MeasuredDevice, Verbose, check_pins
+from moe_core.cli.options import AsJson, MeasuredDevice, Verbose, check_names, known_word
 from moe_core.cli.output import print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.progress import stage
-from moe_core.cli.requests import requested_groups
+from moe_core.cli.requests import requested_groups, tell_assumed
 from moe_core.errors import SpecError
 from moe_core.manager import default_manager
 from moe_core.model_config import LayerGroup
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from moe_core.bench.report import Report
 
 _TOKENS = (1, 16, 256)
+#: Names of `moe_core.tuning.timing.CLOCKS`, which imports torch.
+_CLOCKS = ("wall", "cpu")
 #: More than any machine has a use for; far more of them end the process.
 _MOST_THREADS = 1024
 #: Above every level of the log of torch's profiler, whose first start reads it: it tells of each start and stop.
@@ -113,6 +115,7 @@ def bench(
     result is first compared with the layer in fp32. Where there are graphs, what can be captured is captured. Without
     sizes, shape and model, the layer is one of Qwen3-30B-A3B.
     """
+    known_word("clock", clock, _CLOCKS)
     _check_files(output, plot)
     if "none" in (peer or ()) and len(set(peer or ())) > 1:
         raise typer.BadParameter("--peer none cannot be combined with other peers")
@@ -157,9 +160,9 @@ def _check_files(output: Path | None, plot: Path | None) -> None:
         if path is not None:
             check_writable(path, option)
     if plot is not None:
-        from moe_core.bench.plot import require_matplotlib
+        from moe_core.bench.plot import require_format
 
-        require_matplotlib()
+        require_format(plot)
 
 
 def _layers(
@@ -170,7 +173,8 @@ def _layers(
     schemes: Sequence[str],
 ) -> tuple[tuple[str, LayerRequest], ...]:
     """Names and requests: every layer in every scheme."""
-    groups = requested_groups(shapes, model, sizes, dtype, schemes, {"dispatch_dtype": None})
+    groups = list(requested_groups(shapes, model, sizes, dtype, schemes, {"dispatch_dtype": None}))
+    tell_assumed(groups, schemes)
     return tuple(dict.fromkeys((_name(shape, group, model), group.request) for shape, group in groups))
 
 
@@ -202,7 +206,7 @@ def _measured(
     environment = default_manager().probe(device)
     named = tuple(map(Combination, dict.fromkeys(combinations)))
     for combination in named:
-        check_pins(**{"a2a_backend": None, "runner_backend": None, **combination.fields})
+        check_names(**combination.fields)
     if threads is not None:
         torch.set_num_threads(threads)
     sweep = Sweep(

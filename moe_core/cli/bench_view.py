@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moe_core.bench import OURS
-from moe_core.cli.output import fields, table
+from moe_core.cli.output import fields
+from moe_core.cli.word_table import WordTable
 
 if TYPE_CHECKING:
     from moe_core.bench.report import Report, Row
@@ -61,7 +62,7 @@ def _extras(rows: Sequence[Row]) -> list[str]:
 
 def _table(rows: Sequence[Row]) -> Iterable[RenderableType]:
     extras = _extras(rows)
-    result = table("T", "IMPLEMENTATION", "us", "SPREAD", "/FLOOR", "/OURS", "ERROR", "BY", *extras)
+    result = WordTable("T", "IMPLEMENTATION", "us", "SPREAD", "/FLOOR", "/OURS", "ERROR", "BY", *extras)
     timed = {row.implementation for row in rows if row.timing is not None}
     for num_tokens, of_count in groupby(rows, key=lambda row: row.num_tokens):
         alike = list(of_count)

@@ -16,8 +16,9 @@ from rich.text import Text
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
 from moe_core.cli.options import AsJson
-from moe_core.cli.output import fields, print_json, stdout, table, verdict
+from moe_core.cli.output import fields, print_json, stdout, verdict
 from moe_core.cli.to_install import install_hints, to_install
+from moe_core.cli.word_table import WordTable
 from moe_core.environment import Environment
 from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
 from moe_core.specs import Requirement
@@ -123,14 +124,14 @@ def _view(
         "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),
         "plugins": os.environ.get(ALLOW_LIST_VARIABLE, "") and f"only {os.environ[ALLOW_LIST_VARIABLE]} (by variable)",
     }
-    plugins = table("PLUGIN", "VERSION", "STATUS")
+    plugins = WordTable("PLUGIN", "VERSION", "STATUS")
     for backend in backends:
         plugins.add_row(backend.found.name, backend.found.version or "-", verdict(backend.summary))
     views: list[RenderableType] = [fields(machine), Text(), plugins]
     if packages:
         views += [Text(), _package_table(packages)]
     if variables:
-        rows = table("VARIABLE OF ANOTHER PROJECT", "DECIDES THERE", "SAY HERE")
+        rows = WordTable("VARIABLE OF ANOTHER PROJECT", "DECIDES THERE", "SAY HERE")
         for variable in variables:
             rows.add_row(f"{variable.name}={variable.value}", variable.effect, variable.here)
         views += [Text(), rows]
@@ -141,7 +142,7 @@ def _view(
 
 
 def _package_table(packages: list[Package]) -> RenderableType:
-    rows = table("PACKAGE", "FOUND", "NEEDED", "MISSING FOR")
+    rows = WordTable("PACKAGE", "FOUND", "NEEDED", "MISSING FOR")
     for package in packages:
         found = "-" if package.found is None else package.found or "unknown"
         needed = [

@@ -17,7 +17,7 @@ from moe_core.cli.options import (
     RunnerBackend,
     Verbose,
     check_model_folder,
-    check_pins,
+    check_names,
     known_word,
     read_text,
 )
@@ -60,7 +60,7 @@ def evaluate(
         known_word("dtype", dtype, FLOAT_DTYPES)
     for folder in (model,) if against is None else (model, against):
         check_model_folder(folder)
-    check_pins(a2a_backend, runner_backend)
+    check_names(a2a_backend, runner_backend)
     sample = read_text(text)
     with stage("importing torch and transformers"):
         from moe_core.cli import encoded_text, model_loading

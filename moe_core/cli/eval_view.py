@@ -9,7 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_core.cli.output import fields, table
+from moe_core.cli.output import fields
+from moe_core.cli.word_table import WordTable
+from moe_core.errors import counted
 
 if TYPE_CHECKING:
     from moe_core.evaluation import Comparison, Estimate, Prediction
@@ -106,10 +108,11 @@ def _comparison_json(comparison: Comparison) -> dict[str, Any]:
 def report_view(report: Report) -> RenderableType:
     """The tables; a standard error stands in brackets."""
     predicted = report.prediction
+    sizes = f"{counted(report.num_bytes, 'byte')}, {counted(report.num_tokens, 'token')}"
     about = fields(
         {
-            "text": f"{report.text}: {report.num_bytes} bytes, {report.num_tokens} tokens, {predicted.num_tokens} "
-            f"predicted in {predicted.num_windows} windows of {report.window}, stride {report.stride}",
+            "text": f"{report.text}: {sizes}, {predicted.num_tokens} predicted "
+            f" in {counted(predicted.num_windows, 'window')} of {report.window}, stride {report.stride}",
             "model": _model_line(report.model),
             "against": "" if report.reference is None else _model_line(report.reference),
             "in brackets": "" if predicted.num_windows < 2 else "standard error, from the spread between windows",
@@ -132,7 +135,7 @@ def _predictions(report: Report) -> Table:
     rows = {"model": report.prediction}
     if report.comparison is not None:
         rows["against"] = report.comparison.reference
-    result = table("", "perplexity per token", "perplexity per byte", "log-likelihood per token")
+    result = WordTable("", "perplexity per token", "perplexity per byte", "log-likelihood per token")
     for name, prediction in rows.items():
         per_byte = prediction.perplexity(report.bytes_per_token)
         cells = (_number(prediction.perplexity()), _number(per_byte), _number(prediction.log_likelihood))

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from moe_core.cli.output import fields, table, verdict
+from moe_core.cli.output import fields, verdict
 from moe_core.cli.plan_view import request_line
+from moe_core.cli.word_table import WordTable
 from moe_core.decision import Decision
 from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, unlisted, why
 from moe_core.findings import Ranked, Reason, WorkloadDecision
@@ -68,7 +69,7 @@ def _order(ranked: Sequence[Ranked], others: str, titles: str, most: int | None)
     dtypes = [dtype_text(entry.dtype) for entry in ranked]
     shared = len(set(dtypes)) == 1
     title = f"\nworkload {titles}: what fits, in order{f' (dispatch dtype {dtypes[0]})' if shared else ''}"
-    rows = table("", "COMBINATION", "SET APART BY", *(() if shared else ("DISPATCH DTYPE",)))
+    rows = WordTable("", "COMBINATION", "SET APART BY", *(() if shared else ("DISPATCH DTYPE",)))
     for place, (entry, dtype) in enumerate(zip(ranked[:most], dtypes, strict=False), start=1):
         because = entry.because if most is None else entry.short_because
         rows.add_row(str(place), entry.candidate.full_name, because, *(() if shared else (dtype,)))

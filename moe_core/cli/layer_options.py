@@ -37,7 +37,11 @@ _REPEATED = "; may be repeated"
 
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", metavar="NAME", help=f"Sizes of a known model: {', '.join(SHAPES)}{_REPEATED}."),
+    typer.Option(
+        "--shape",
+        metavar="NAME",
+        help=f"Sizes of a known model: {', '.join(SHAPES)}{_REPEATED}; with float weights unless a scheme is named.",
+    ),
 ]
 Model = Annotated[Path | None, typer.Option(metavar="DIR|FILE", help="Take the layers from this model's config.json.")]
 NumExperts = Annotated[int | None, _option("num_experts", "N", "Experts over all ranks.")]

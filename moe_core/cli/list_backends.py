@@ -8,19 +8,19 @@ from typing import Annotated, Any
 import attrs
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from moe_core.cli.backend_status import Backend, backends_on, parts_of
 from moe_core.cli.options import AsJson
-from moe_core.cli.output import fields, print_error, print_json, stdout, table, verdict
+from moe_core.cli.output import fields, print_error, print_json, stdout, verdict
 from moe_core.cli.plan_view import machine_fields
+from moe_core.cli.word_table import WordTable
 from moe_core.environment import Environment, unprobed_environment
 from moe_core.findings import Reason
 from moe_core.manager import default_manager
 from moe_core.misses import compact
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
-from moe_core.vocabulary import ANY
+from moe_core.vocabulary import ANY, TIERS
 
 SCHEMA = 1
 
@@ -37,7 +37,9 @@ def list_backends(
     as_json: AsJson = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Add origin, hooks, every reason, and the tracebacks of failed plugins."),
+        typer.Option(
+            "--verbose", "-v", help="Add origin, hooks, tiers, every reason, and the tracebacks of failed plugins."
+        ),
     ] = False,
 ) -> None:
     """List the installed backends and whether each can run here."""
@@ -86,10 +88,10 @@ def _print(backends: list[Backend], environment: Environment, probed: bool, verb
         console.print(machine_fields(environment))
 
 
-def _tables(backends: list[Backend]) -> tuple[Table, Table]:
+def _tables(backends: list[Backend]) -> tuple[WordTable, WordTable]:
     """What each plugin is here, and then the names that it declares, which may be many."""
-    plugins = table("NAME", "VERSION", "DEVICE", "STATUS")
-    names = table("NAME", "DECLARES", "VARIANTS")
+    plugins = WordTable("NAME", "VERSION", "DEVICE", "STATUS")
+    names = WordTable("NAME", "DECLARES", "VARIANTS")
     for backend in backends:
         found, spec = backend.found, backend.spec
         plugins.add_row(found.name, found.version or "-", _devices(spec) or "-", verdict(backend.summary))
@@ -106,10 +108,17 @@ def _details(backend: Backend) -> Group:
         "metadata": found.location,
         "about": backend.spec.description if backend.spec else "",
         "hooks": ", ".join(backend.hooks),
+        "tiers": _tiers(backend.spec.runners) if backend.spec else "",
     }
     rows |= reason_rows(backend.reasons)
     trace = Text(backend.failure.traceback.rstrip()) if backend.failure else Text()
     return Group(Text(f"\n{found.name}", style="bold"), fields(rows), *([trace] if trace else []))
+
+
+def _tiers(runners: Sequence[RunnerSpec]) -> str:
+    """By what runners rank where nothing was measured, the best first: `tuned: triton.standard, .contiguous`."""
+    of_tier = ((tier, [runner for runner in runners if runner.tier == tier]) for tier in reversed(TIERS))
+    return "\n".join(f"{tier}: {_names(found)}" for tier, found in of_tier if found)
 
 
 def reason_rows(parts: Mapping[str, Sequence[Reason]]) -> dict[str, str]:
@@ -162,5 +171,6 @@ def _part_json(backend: Backend, part: DispatcherSpec | RunnerSpec) -> dict[str,
         "format": part.format,
         "devices": list(part.devices),
         "archs": list(part.archs),
+        **({"tier": part.tier} if isinstance(part, RunnerSpec) else {}),
         "reasons": [attrs.asdict(reason) for reason in backend.reasons[part.short_name]],
     }

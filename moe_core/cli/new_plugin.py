@@ -16,6 +16,8 @@ from moe_core.errors import SpecError
 from moe_core.manager import default_manager
 
 _TEMPLATE = "plugin_template"
+#: Letters of a name: what the template calls after it must have at most 64 (`_transposed`).
+_LONGEST = 53
 _SUFFIX = ".in"
 
 
@@ -63,9 +65,10 @@ def plugin_files(name: str) -> dict[str, str]:
     if keyword.iskeyword(name):
         raise SpecError(f"plugin name {name!r}: it is a keyword of Python; choose another")
     # The distribution's name may not end in a dash.
-    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name):
+    if len(name) > _LONGEST or not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name):
         raise SpecError(
-            f"plugin name {name!r}: expected lower-case letters, digits and '_', from a letter to a letter or a digit"
+            f"plugin name {name!r}: expected lower-case letters, digits and '_', from a letter to a letter or a digit, "
+            f"at most {_LONGEST}"
         )
     words = {
         "plugin": name,

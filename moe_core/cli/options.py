@@ -102,8 +102,8 @@ def check_model_folder(folder: Path) -> None:
     read_config(folder)
 
 
-def check_pins(a2a_backend: str | None, runner_backend: str | None) -> None:
-    """Raise what planning would about a pin that names nothing, before a model is loaded for it."""
+def check_names(a2a_backend: str | None = None, runner_backend: str | None = None, exclude: Iterable[str] = ()) -> None:
+    """Raise what planning would about a name that means nothing, before a model is loaded or anything measured."""
     # Names are the same for every layer and machine, and no times are asked for.
     request = LayerRequest(
         num_experts=1,
@@ -112,6 +112,7 @@ def check_pins(a2a_backend: str | None, runner_backend: str | None) -> None:
         intermediate_size=1,
         a2a_backend=a2a_backend,
         runner_backend=runner_backend,
+        exclude=tuple(exclude),
     )
     decide(default_manager(), request, PRESETS["cpu"], MeasurementTable())
 

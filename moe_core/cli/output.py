@@ -15,10 +15,9 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
-from moe_core.cli.word_table import WordFields, WordTable
+from moe_core.cli.word_table import WordFields
 from moe_core.errors import harmless
 
 #: Columns of the lines where nobody watches: a table seldom needs more.
@@ -65,11 +64,6 @@ class _Cut:
                 yield from line[:-1]
                 yield line[-1]._replace(text=line[-1].text.rstrip())
             yield Segment.line()
-
-
-def table(*headers: str) -> Table:
-    """A borderless table whose cells wrap between words; see `WordTable`."""
-    return WordTable(*headers)
 
 
 def fields(rows: Mapping[str, str]) -> WordFields:

@@ -10,6 +10,7 @@ from rich.text import Text
 from moe_core.cli.output import fields
 from moe_core.decision import Decision
 from moe_core.environment import Environment
+from moe_core.errors import counted
 from moe_core.feasibility import pin_reasons
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
@@ -56,18 +57,27 @@ def machine_view(decision: Decision) -> RenderableType:
     return Group(machine_fields(decision.environment), *([fields(failed)] if failed else []))
 
 
-def plan_view(title: str, plan: MoEPlan, spelled: Callable[[str], str]) -> RenderableType:
+def plan_view(
+    title: str,
+    plan: MoEPlan,
+    decision: Decision,
+    spelled: Callable[[str], str],
+    assumed: str = "",
+) -> RenderableType:
     """One plan: of which layers, what was asked, each route, the weights, and what to know about it.
 
     Args:
         title: Of which layers.
         plan: The plan.
+        decision: The one behind it, for what the rank went by.
         spelled: Puts notes into the words of the command line.
+        assumed: What nobody asked for, but was taken; "" for nothing.
     """
     partial = "" if plan.output_is_complete else "a partial sum: reduce it over the ranks that hold the parts"
     rows = {
         "asked": request_line(plan.request),
-        **_route_rows(plan),
+        "assumed": assumed,
+        **_route_rows(plan, decision),
         "weights": f"layout {plan.weight_layout}, prepared by plugin {plan.runner_plugin}",
         "output": partial,
         "notes": spelled("\n".join(plan.notes)),
@@ -76,7 +86,7 @@ def plan_view(title: str, plan: MoEPlan, spelled: Callable[[str], str]) -> Rende
     return Group(heading, fields({f"  {label}": text for label, text in rows.items()}))
 
 
-def _route_rows(plan: MoEPlan) -> dict[str, str]:
+def _route_rows(plan: MoEPlan, decision: Decision) -> dict[str, str]:
     """A row for each route; routes of one phase are told apart by the token counts that they take."""
     phases = [route.phase for route in plan.routes]
     rows, ends = {}, dict.fromkeys(phases, 0)
@@ -85,7 +95,7 @@ def _route_rows(plan: MoEPlan) -> dict[str, str]:
         if phases.count(route.phase) > 1:
             label += f" {first}-{route.max_tokens}" if route.max_tokens else f" {first}+"
         ends[route.phase] = route.max_tokens or 0
-        rows[label] = _route_line(plan, route)
+        rows[label] = _route_line(plan, route, decision)
     return rows
 
 
@@ -104,16 +114,37 @@ def request_line(request: LayerRequest) -> str:
 
 def sizes_line(request: LayerRequest) -> str:
     """`128 experts, top-8, H 2048, I 768`."""
-    return f"{request.num_experts} experts, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}"
+    experts = counted(request.num_experts, "expert")
+    return f"{experts}, top-{request.top_k}, H {request.hidden_size}, I {request.intermediate_size}"
 
 
-def _route_line(plan: MoEPlan, route: Route) -> str:
+def _route_line(plan: MoEPlan, route: Route, decision: Decision) -> str:
     asked = f", asked for {route.dtype_requested}" if route.dtype_requested else ""
-    limit = f"up to {route.max_tokens} tokens" if route.max_tokens else ""
+    limit = f"up to {counted(route.max_tokens, 'token')}" if route.max_tokens else ""
     graph = "graph capture" if route.graph_capture else ""
     dtype = f"dispatch dtype {route.token_dtype} (by {route.dtype_rule}{asked})"
-    chosen = f"chosen by {_chosen_by(plan, route)}"
+    chosen = f"chosen by {_chosen_by(plan, route)}{_because(route, decision)}"
     return "\n".join((route.candidate.full_name, ", ".join(filter(None, (dtype, chosen, limit, graph)))))
+
+
+def _because(route: Route, decision: Decision) -> str:
+    """` (tier generic)`, ` (measured times)`: what set a route that the rank chose apart from the next; else ""."""
+    of_route = [
+        workload
+        for workload in decision.workloads
+        if workload.ranked and workload.ranked[0].candidate == route.candidate
+        if route.selected_by == "rank" and route.phase in (workload.workload.phase, ANY)
+        if route.max_tokens is None or workload.min_tokens <= route.max_tokens
+    ]
+    if not of_route:
+        return ""
+    workload = of_route[-1]
+    alike = len(workload.not_told_apart)
+    doubt = f", not told apart from {counted(alike, 'other')}" if alike else ""
+    first = workload.ranked[0]
+    # A range's time is of one of its token counts, which the explanation names.
+    because = first.because.replace(first.provenance, "measured times") if first.is_by_time else first.because
+    return f" ({workload.outranked_by or because}{doubt})"
 
 
 def _chosen_by(plan: MoEPlan, route: Route) -> str:

@@ -14,6 +14,8 @@ from moe_core.cli.output import stderr
 
 #: Seconds between two lines where there is no bar: at least so many, and a share of those that have passed.
 _PACE, _PACE_SHARE = 10.0, 0.1
+#: Least seconds from which the time that is left is reckoned: what comes in batches has none of its own.
+_TELLING = 1.0
 
 
 @contextmanager
@@ -63,17 +65,30 @@ class Lines:
         self._console, self._title, self._unit = console, title, unit
         self._start = time.monotonic()
         self._next = self._start + _PACE
+        self._first: tuple[float, int] | None = None
 
     def tell(self, done: int, total: int) -> None:
-        """Print a line if it is time for one: `done` of `total` units are done."""
+        """Print a line if it is time for one: `done` of `total` units are done.
+
+        The time that is left follows from the pace since the first call: what came before it, such as an import or the
+        start of processes, comes once.
+        """
         now = time.monotonic()
+        if self._first is None:
+            self._first = now, done
         if now < self._next or not 0 < done < total:
             return
         passed = now - self._start
         self._next = now + max(_PACE, _PACE_SHARE * passed)
         amount = f"{decimal(done)} of {decimal(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
-        left = duration(passed * (total - done) / done)
-        self._console.print(f"{self._title}: {amount}, about {left} left", style="dim", soft_wrap=True)
+        left = self._left(now, done, total)
+        self._console.print(f"{self._title}: {amount}{left}", style="dim", soft_wrap=True)
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        start, before = self._first or (now, done)
+        if now - start < _TELLING or done <= before:
+            return ""
+        return f", about {duration((now - start) * (total - done) / (done - before))} left"
 
 
 def _begin(console: Console, title: str) -> None:

@@ -11,7 +11,7 @@ from moe_core.cli.options import ModelFolder, TextWindow, Verbose, check_model_f
 from moe_core.cli.output import fields, print_error, stdout
 from moe_core.cli.progress import progress_bar, stage
 from moe_core.cli.stopping import exit_on_signals
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 from moe_core.quantizer.words import SHORT_WORDS, WRITABLE, ecosystem_of, scheme_name
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _calibrated(source: Path, text: str, window: int, default: float | None) -> 
         # Magnitudes are those of bf16 up to its rounding, and many CPUs have no instructions for it.
         network = load_model(source, "fp32" if device == "cpu" else None, device)
     windows = torch.split(ids, window, dim=1)
-    with progress_bar(f"calibrating over {ids.numel()} tokens", "windows") as progress:
+    with progress_bar(f"calibrating over {counted(ids.numel(), 'token')}", "windows") as progress:
         return calibrate(network, windows, default=default, progress=lambda done: progress(done, len(windows)))
 
 

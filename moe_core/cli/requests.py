@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import typer
 
 from moe_core.activation import GEGLU, GEGLU_TANH, RELU2, SWIGLU, SWIGLU_OAI
 from moe_core.cli.options import known_word
-from moe_core.cli.output import print_error
+from moe_core.cli.output import print_error, stderr
 from moe_core.deprecated import bf16_dispatch_requested
 from moe_core.errors import SpecError
 from moe_core.model_config import LayerGroup, draft_layer_groups, layer_groups, read_config
 from moe_core.quant import SCHEMES, QuantScheme
 from moe_core.request import LayerRequest, Workload
-from moe_core.tuning.shapes import SHAPES, LayerShape
+from moe_core.tuning.shapes import SHAPES
 from moe_core.vocabulary import FLOAT_DTYPES, PHASES, TOKEN_DTYPES
 
 #: Sizes of a layer that is not described: those of Qwen3-30B-A3B.
@@ -59,13 +59,34 @@ def requested_groups(
     """
     for name in shapes:
         known_word("shape", name, SHAPES)
-    sizes = [field.name for field in attrs.fields(LayerShape)]
+    sizes = next(iter(SHAPES.values())).sizes
     if shapes and (model is not None or any(layer[size] is not None for size in sizes)):
         raise typer.BadParameter("--shape cannot be combined with --model or with sizes")
-    layers = [(name, {**layer, **attrs.asdict(SHAPES[name])}) for name in shapes] or [("", dict(layer))]
+    layers = [(name, {**layer, **SHAPES[name].sizes}) for name in shapes] or [("", dict(layer))]
     for name, described in layers:
         for scheme in schemes or (None,):
             yield from ((name, group) for group in _groups(model, described, dtype, scheme, shared))
+
+
+def assumed(shape: str, request: LayerRequest, schemes: Sequence[str]) -> str:
+    """What is to know of a known shape's weights if nobody named a scheme: the model may be published in another.
+
+    Args:
+        shape: Name of the shape, "" for a layer by sizes or of a model.
+        request: What was made of it.
+        schemes: As of `requested_groups`.
+    """
+    if not shape or schemes or SHAPES[shape].published == request.quant.label:
+        return ""
+    scheme = SHAPES[shape].published
+    return f"weights {request.quant.label}; {shape} is published with others: --quant-scheme {scheme}"
+
+
+def tell_assumed(groups: Iterable[tuple[str, LayerGroup]], schemes: Sequence[str]) -> None:
+    """Say on stderr what `assumed` has to say of each group; for commands that measure, which may take long."""
+    for shape, group in groups:
+        if taken := assumed(shape, group.request, schemes):
+            stderr().print(f"{shape}: {taken}", style="dim", soft_wrap=True)
 
 
 def _groups(
@@ -120,4 +141,7 @@ def _workload(word: str) -> Workload:
     numbers = [part for part in rest if part != "graph"]
     if len(numbers) > 1 or not all(number.isdecimal() for number in numbers):
         raise SpecError(f"workload {word!r}: expected phase[:max_tokens][:graph], for example decode:128:graph")
-    return Workload(phase=phase, max_tokens=int(numbers[0]) if numbers else None, graph_capture=graph)
+    try:
+        return Workload(phase=phase, max_tokens=int(numbers[0]) if numbers else None, graph_capture=graph)
+    except SpecError as error:
+        raise SpecError(f"workload {word!r}: expected at least 1 token, for example decode:128:graph") from error

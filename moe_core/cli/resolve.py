@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from moe_core.cli.option_words import speller
 from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
-from moe_core.cli.requests import requested_groups, workloads
+from moe_core.cli.requests import assumed, requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import ResolutionError
@@ -171,7 +171,7 @@ def resolve(
     if as_json:
         _print_json(results)
     else:
-        _print(results, spelled, explain=explain, full=verbose)
+        _print(results, schemes, spelled, explain=explain, full=verbose)
     errors = dict.fromkeys(result.error for result in results if result.error)
     for message in errors:
         print_error(spelled(message))
@@ -213,14 +213,17 @@ def _print_json(results: list[Resolved]) -> None:
     )
 
 
-def _print(results: list[Resolved], spelled: Callable[[str], str], *, explain: bool, full: bool) -> None:
+def _print(
+    results: list[Resolved], schemes: Sequence[str], spelled: Callable[[str], str], *, explain: bool, full: bool
+) -> None:
     """What runs first, then why."""
     console = stdout()
     if explain or any(result.plan for result in results):
         console.print(machine_view(results[0].decision))
     for result in results:
         if result.plan:
-            console.print(plan_view(result.title, result.plan, spelled))
+            taken = assumed(result.name, result.plan.request, schemes)
+            console.print(plan_view(result.title, result.plan, result.decision, spelled, taken))
         if explain:
             console.print(explain_view(result.title, result.decision, spelled, full=full))
 

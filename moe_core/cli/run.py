@@ -19,16 +19,15 @@ from moe_core.cli.options import (
     TextWindow,
     Verbose,
     check_model_folder,
-    check_pins,
+    check_names,
     known_word,
     read_text,
 )
 from moe_core.cli.output import fields, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.cli.progress import progress_bar, stage
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 from moe_core.expert_names import layer_index
-from moe_core.plan import MoEPlan
 from moe_core.vocabulary import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from moe_core.cli.text_codec import TextCodec
     from moe_core.evaluation import Progress, Window
     from moe_core.integrations.transformers import LoadedModel
+    from moe_core.integrations.transformers.prepared import PreparedExperts
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
 SMALL_MODEL = 2_000_000_000
@@ -73,7 +73,7 @@ def run(
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
     check_model_folder(model)
-    check_pins(a2a_backend, runner_backend)
+    check_names(a2a_backend, runner_backend)
     sample = None if text is None else read_text(text)
     with stage("importing torch and transformers"):
         from moe_core.cli import generation, model_loading
@@ -94,7 +94,7 @@ def run(
         model, dtype, device, a2a_backend, runner_backend, before_preparing=eager.compute
     )
     network = loaded.model
-    _print_plans({name: experts.plan for name, experts in loaded.experts.items()}, speller(context))
+    _print_plans(loaded.experts, speller(context))
     # The first forward compiles and allocates; the figures below are of the second.
     with stage("warm-up"):
         logits = prompt_logits(network, ids)
@@ -129,19 +129,19 @@ class _EagerReference:
                 self.logits = prompt_logits(network, self._ids)
 
 
-def _print_plans(plans: Mapping[str, MoEPlan], spelled: Callable[[str], str]) -> None:
+def _print_plans(experts: Mapping[str, PreparedExperts], spelled: Callable[[str], str]) -> None:
     """Every plan once, with the layers that share it."""
-    groups: list[tuple[MoEPlan, list[str]]] = []
-    for name, plan in plans.items():
-        names = next((names for known, names in groups if known == plan), None)
+    groups: list[tuple[PreparedExperts, list[str]]] = []
+    for name, prepared in experts.items():
+        names = next((names for known, names in groups if known.plan == prepared.plan), None)
         if names is None:
-            groups.append((plan, [name]))
+            groups.append((prepared, [name]))
         else:
             names.append(name)
-    for plan, names in groups:
+    for prepared, names in groups:
         layers = sorted(index for name in names if (index := layer_index(name)) is not None)
         title = layer_ranges(layers) if len(layers) == len(names) else ", ".join(names)
-        stdout().print(plan_view(title, plan, spelled))
+        stdout().print(plan_view(title, prepared.plan, prepared.decision, spelled))
 
 
 def _print_result(text: str, figures: Mapping[str, str]) -> None:
@@ -161,8 +161,10 @@ def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dic
     return {
         "model": f"{type(network).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, "
         f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {codec.name}",
-        "prefill": f"{generated.prefill_rate:.1f} tokens/s ({generated.prefill_tokens} tokens)",
-        "decode": "no token decoded" if decode is None else f"{decode:.1f} tokens/s ({len(generated.ids) - 1} tokens)",
+        "prefill": f"{generated.prefill_rate:.1f} tokens/s ({counted(generated.prefill_tokens, 'token')})",
+        "decode": "no token decoded"
+        if decode is None
+        else f"{decode:.1f} tokens/s ({counted(len(generated.ids) - 1, 'token')})",
     }
 
 
@@ -175,7 +177,7 @@ def _perplexity(
     per_byte = measured.perplexity(num_bytes / len(ids))
     return (
         f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "
-        f"({measured.num_tokens} tokens of {described})"
+        f"({counted(measured.num_tokens, 'token')} of {described})"
     )
 
 
@@ -185,5 +187,5 @@ def _difference(logits: Tensor, reference: Tensor) -> str:
     largest, magnitude, same = difference(logits, reference)
     return (
         f"largest difference from eager {largest:.2e} (logits up to {magnitude:.1f}); "
-        f"same top token at {same} of {len(reference)} positions"
+        f"same top token at {same} of {counted(len(reference), 'position')}"
     )

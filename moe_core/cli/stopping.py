@@ -13,9 +13,13 @@ from types import FrameType
 _NAMES = ("SIGTERM", "SIGHUP")
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal came; what lets the user's Ctrl-C pass lets this pass, where an exit would be a plugin's failure."""
+
+
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Until the block ends, SIGTERM and SIGHUP raise `SystemExit`, with the exit code that shells give to them.
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then become `SystemExit` with the exit code of shells.
 
     A signal that is ignored stays so, and one that has a handler keeps it. For the main thread.
     """
@@ -27,12 +31,14 @@ def exit_on_signals() -> Iterator[None]:
         # A second one would end the cleaning up.
         for other in ours:
             signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        raise _Stopped(number)
 
     try:
         for number in ours:
             signal.signal(number, stop)
         yield
+    except _Stopped as stopped:
+        raise SystemExit(128 + stopped.args[0]) from None
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)

@@ -26,15 +26,15 @@ from moe_core.cli.layer_options import (
     TpSize,
     tokens_option,
 )
-from moe_core.cli.options import MeasuredDevice, Verbose
+from moe_core.cli.options import MeasuredDevice, Verbose, check_names
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.progress import stage
-from moe_core.cli.requests import requested_groups
+from moe_core.cli.requests import requested_groups, tell_assumed
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError
+from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError, counted
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurement_sources import user_file
 from moe_core.measurements import shape_key
@@ -97,6 +97,7 @@ def tune(
         "activation": activation,
         "bias": bias,
     }
+    check_names(exclude=exclude or ())
     requests = _requests(model, shape or (), layer, dtype, quant_scheme or (), tp_size, exclude or ())
     manager = default_manager()
     with stage("importing torch"):
@@ -125,7 +126,7 @@ def tune(
 def _kept(run: _Run, recorder: Recorder) -> str:
     if not run.num_times:
         return "nothing was measured"
-    return f"{run.num_times} times measured; {recorder.num_times} in {recorder.path}"
+    return f"{counted(run.num_times, 'time')} measured; {recorder.num_times} in {recorder.path}"
 
 
 @attrs.define
@@ -171,9 +172,9 @@ class _Run:
                 view.stop(f"time is up before T={count}")
                 break
             step = next(steps)
-            if step.microseconds:
-                self.recorder.add(shape_key(search.request), step.num_tokens, step.microseconds)
-                self.num_times += len(step.microseconds)
+            if step.times:
+                self.recorder.add(shape_key(search.request), step.num_tokens, step.times)
+                self.num_times += len(step.times)
             view.add(step)
         view.finish()
 
@@ -189,7 +190,8 @@ def _requests(
 ) -> list[LayerRequest]:
     """The layers to measure, each once."""
     shared = {"tp_size": tp_size, "exclude": tuple(exclude), "dispatch_dtype": None}
-    groups = requested_groups(shapes, model, layer, dtype, schemes, shared)
+    groups = list(requested_groups(shapes, model, layer, dtype, schemes, shared))
+    tell_assumed(groups, schemes)
     return list(dict.fromkeys(group.request for _, group in groups))
 
 

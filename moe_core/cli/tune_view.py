@@ -13,10 +13,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moe_core.cli.output import fields, print_error, stderr, stdout, table
+from moe_core.cli.output import fields, print_error, stderr, stdout
 from moe_core.cli.plan_view import machine_fields
 from moe_core.cli.progress import duration
+from moe_core.cli.word_table import WordTable
 from moe_core.environment import Environment
+from moe_core.errors import counted
 from moe_core.token_ranges import are_far, last_before
 
 if TYPE_CHECKING:
@@ -67,8 +69,8 @@ class TuneView:
     def __enter__(self) -> Self:
         """Say what will be done, and show the table from now on."""
         stdout().print(machine_fields(self._machine))
-        layers = f"{self._num_layers} layer{'s' if self._num_layers > 1 else ''}"
-        work = f"{layers} at {len(self._counts)} token counts: about {duration(self._sampling)} of samples"
+        layers, counts = counted(self._num_layers, "layer"), counted(len(self._counts), "token count")
+        work = f"{layers} at {counts}: about {duration(self._sampling)} of samples"
         limit = "" if self._limit is None else f"; ends after {duration(self._limit)}"
         self._console.print(f"{work}, compilation and slow kernels on top{limit}", soft_wrap=True)
         self._console.print("Ctrl-C keeps what was measured")
@@ -156,7 +158,7 @@ class TuneView:
     def _table(self, title: str) -> RenderableType:
         """Token counts down, combinations by number across, and their names below."""
         numbers = list(map(self._number, self._names))
-        rows = table("T", *numbers, "SPREAD", "FASTEST")
+        rows = WordTable("T", *numbers, "SPREAD", "FASTEST")
         for column in rows.columns:
             column.justify = "right"
         for step in self._steps:

@@ -16,10 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_core.cli.options import AsJson, Device, MachineName, Verbose
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.progress import Lines, stage
+from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.verify_report import Report, pair_of, summary_of, to_json, to_junit, view
-from moe_core.environment import Environment, load_environment
-from moe_core.errors import SpecError
+from moe_core.environment import Environment, check_described, load_environment
+from moe_core.errors import SpecError, counted
 from moe_core.manager import BackendManager, default_manager
+from moe_core.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from moe_core.testing.outcome import Result
@@ -53,14 +55,20 @@ def verify(
     """
     if junit is not None and not junit.absolute().parent.is_dir():
         raise SpecError(f"--junit {junit}: folder {junit.parent} does not exist")
+    if junit is not None:
+        check_writable(junit, "--junit")
     manager = default_manager()
     names = backends or [spec.name for spec in manager.specs() if spec.dispatchers or spec.runners]
     for name in names:
         manager.require(name)
     machine = None if environment is None else load_environment(environment)
-    reports = [_run(manager, name, quick, machine, device, jobs) for name in dict.fromkeys(names)]
+    if machine is not None:
+        check_described(machine, manager.specs())
+    # Killed, it would leave the processes that it has started.
+    with exit_on_signals():
+        reports = [_run(manager, name, quick, machine, device, jobs) for name in dict.fromkeys(names)]
     if junit is not None:
-        junit.write_bytes(to_junit(reports))
+        write_whole(junit, to_junit(reports).decode())
     if as_json:
         print_json(to_json(reports))
     else:
@@ -85,7 +93,7 @@ def _run(
         module: Any = manager.found(name).load()
         kit = Kit(module, environment=machine, device=device, quick=quick)
         total = len(kit.cases())
-    stderr().print(f"{name}: {total} checks", style="dim", soft_wrap=True)
+    stderr().print(f"{name}: {counted(total, 'check')}", style="dim", soft_wrap=True)
     results = run_cases(kit, jobs or len(os.sched_getaffinity(0)))
     found = tuple(_shown(name, results, total))
     return Report(name, kit.backend.environment, found, time.perf_counter() - start)

@@ -11,8 +11,9 @@ import attrs
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from moe_core.cli.output import fields, table
+from moe_core.cli.output import fields
 from moe_core.cli.plan_view import machine_fields
+from moe_core.cli.word_table import WordTable
 from moe_core.environment import Environment
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def view(report: Report, verbose: bool) -> RenderableType:
     """The table of one backend, and its failures: one line for each check, or every result in full."""
     summary = f"{summary_of(report.results)}, {report.seconds:.0f} s"
     title = Text.assemble("\n", (report.name, "bold"), ": ", _coloured(report.status), f" ({summary})")
-    rows = table("", "PASSED", "FAILED", "NOT RUN", "WHY NOT")
+    rows = WordTable("", "PASSED", "FAILED", "NOT RUN", "WHY NOT")
     for subject, results in _by_pair(report.results).items():
         counts = _counts(results)
         rows.add_row(subject, *(str(counts[status] or "-") for status in _STATUSES), _why_not(results))

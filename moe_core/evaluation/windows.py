@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 
 
 @attrs.frozen(kw_only=True)
@@ -38,11 +38,11 @@ def cut_windows(num_tokens: int, window: int, stride: int) -> tuple[Window, ...]
         SpecError: A size that makes no sense, or a text with nothing to predict.
     """
     if window < 2:
-        raise SpecError(f"a window of {window} tokens predicts nothing; give at least 2")
+        raise SpecError(f"a window of {counted(window, 'token')} predicts nothing; give at least 2")
     if not 1 <= stride <= window:
         raise SpecError(f"stride {stride} is not in 1..{window}: a larger one than the window would skip tokens")
     if num_tokens < 2:
-        raise SpecError(f"the text has {num_tokens} tokens; predicting needs at least 2")
+        raise SpecError(f"the text has {counted(num_tokens, 'token')}; predicting needs at least 2")
     windows, covered = [], 0
     for start in range(0, num_tokens, stride):
         stop = min(start + window, num_tokens)

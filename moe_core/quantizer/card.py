@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+
+from moe_core.errors import counted
 from moe_core.quantizer.input_amax import ModelInputs
 from moe_core.quantizer.output import WrittenCheckpoint
 from moe_core.quantizer.words import WRITTEN
 
-#: Names of the card, and of the card of the model that was quantized, which lies beside it.
-CARD, BASE_CARD = "README.md", "BASE_README.md"
+#: Name of the card.
+CARD = "README.md"
+#: What is put in front of the names of the cards of the model that was quantized, which lie beside it.
+_BASE_MARK = "BASE_"
+#: A card of any language, and those of models before; no code.
+_CARD_NAME = re.compile(rf"(?:{_BASE_MARK})*readme(?:(?:[._-].*)?\.(?:md|markdown|rst|txt))?", re.IGNORECASE)
+#: Where a card names a file beside it.
+_LINK = re.compile(rb"""(\]\((?:\./)?|(?:href|src)=["'](?:\./)?)([^)"'\s#]+)""")
 
 _TEXT = """\
 # {base}, experts in {scheme}
@@ -17,7 +27,7 @@ else is as it was.
 
 | | bytes before | bytes now |
 |---|--:|--:|
-| {written.num_experts} experts | {written.expert_bytes_before:,} | {written.expert_bytes_after:,} |
+| {experts} | {written.expert_bytes_before:,} | {written.expert_bytes_after:,} |
 | other weights | {written.kept_bytes:,} | {written.kept_bytes:,} |
 
 ```
@@ -30,19 +40,30 @@ How far its predictions are from those of `{base}` was not measured; this does:
 moe-core eval --model DIR --text FILE --against DIR
 ```
 """
-_BASE = f"""
-[{BASE_CARD}]({BASE_CARD}) is the card of the model before: its figures and sizes are of that model.
+_BASE = """
+The model before is described in {links}: figures and sizes there are of that model.
 """
 
 
-def model_card(base: str, written: WrittenCheckpoint, inputs: ModelInputs | None, *, has_base_card: bool) -> str:
+def moved_cards(names: Iterable[str]) -> dict[str, str]:
+    """Names of files that describe a model -> what they are called beside the card of the one that is made of it."""
+    return {name: f"{_BASE_MARK}{name}" for name in names if _CARD_NAME.fullmatch(name)}
+
+
+def with_links(card: bytes, moved: Mapping[str, str]) -> bytes:
+    """A card whose links follow the files of `moved_cards`; everything else in it is left as it is."""
+    names = {old.encode(): new.encode() for old, new in moved.items()}
+    return _LINK.sub(lambda link: link[1] + names.get(link[2], link[2]), card)
+
+
+def model_card(base: str, written: WrittenCheckpoint, inputs: ModelInputs | None, base_cards: Iterable[str]) -> str:
     """What was done to which model, in Markdown.
 
     Args:
         base: Name of the model that was quantized.
         written: What became of it.
         inputs: As of `quantize_checkpoint`.
-        has_base_card: Whether the card of the model before lies beside it.
+        base_cards: Names of all cards of models before that lie beside it.
     """
     calibrated = " --calibrate FILE" if inputs and inputs.layers else ""
     given = " --input-scale NUMBER" if inputs and inputs.default is not None else ""
@@ -51,6 +72,9 @@ def model_card(base: str, written: WrittenCheckpoint, inputs: ModelInputs | None
         scheme=written.stored.scheme.label,
         ecosystem=next(name for name, layouts in WRITTEN.items() if written.stored in layouts),
         scales=calibrated + given,
+        experts=counted(written.num_experts, "expert"),
         written=written,
     )
-    return text + _BASE if has_base_card else text
+    # Those of the model before that one are its own business.
+    own = [name for name in base_cards if name.count(_BASE_MARK) == 1]
+    return text + _BASE.format(links=", ".join(f"[{name}]({name})" for name in own)) if own else text

@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_core.errors import MoeCoreError, SpecError
 from moe_core.expert_names import is_of_experts
 from moe_core.payloads import Tensor
-from moe_core.quantizer.card import BASE_CARD, CARD, model_card
+from moe_core.quantizer.card import CARD, model_card, moved_cards, with_links
 from moe_core.quantizer.experts import ExpertSource, find_experts, require_sizes
 from moe_core.quantizer.input_amax import ModelInputs
 from moe_core.quantizer.layout import Contents, Expert, Layout
@@ -37,8 +37,9 @@ def quantize_checkpoint(
     (`experts.3.gate_proj.weight`, `experts.3.w1.weight`) or all of a layer in one tensor (`experts.gate_up_proj`
     `[E, 2I, H]`, gate first); the latter are written one by one. All other tensors are copied, and all files beside the
     weights: the tokenizer, generation settings, code. Not copied are folders, weights in other formats (`.bin`,
-    `.gguf`, `.onnx` ...) and indices of weight files; `config.json` is written again. A model card becomes
-    `BASE_README.md`, and a new one says what was done.
+    `.gguf`, `.onnx` ...) and indices of weight files; `config.json` is written again. What describes the model
+    (`README.md`, `README_zh.md`, `BASE_README.md`) gets `BASE_` in front of its name, and a new card says what was
+    done.
 
     Args:
         source: Folder of a Hugging Face checkpoint in safetensors with bf16, fp16 or fp32 experts.
@@ -98,6 +99,7 @@ class _Writer:
         self._progress = progress
         self._done, self._total = 0, source.num_bytes
         self._quantized: list[str] = []
+        self._moved = moved_cards(path.name for path in source.other_files())
 
     def write(self, experts: list[ExpertSource], out: Path) -> WrittenCheckpoint:
         kept_modules = self._copy_tensors()
@@ -115,8 +117,7 @@ class _Writer:
             expert_bytes_after=self._shards.total_bytes - kept_bytes,
             kept_bytes=kept_bytes,
         )
-        base, has_card = self._source.folder.resolve().name, (self._folder / BASE_CARD).exists()
-        card = model_card(base, written, self._inputs, has_base_card=has_card)
+        card = model_card(self._source.folder.resolve().name, written, self._inputs, self._moved.values())
         (self._folder / CARD).write_text(card, encoding="utf-8")
         return written
 
@@ -146,7 +147,11 @@ class _Writer:
     def _describe(self, contents: Contents) -> None:
         description = self._layout.describe(contents)
         for path in self._source.other_files():
-            shutil.copyfile(path, self._folder / (BASE_CARD if path.name == CARD else path.name))
+            if path.name in self._moved:
+                card = with_links(path.read_bytes(), self._moved)
+                (self._folder / self._moved[path.name]).write_bytes(card)
+            else:
+                shutil.copyfile(path, self._folder / path.name)
         config = dict(self._source.config)
         if description.quantization_config is not None:
             config["quantization_config"] = description.quantization_config

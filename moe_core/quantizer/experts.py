@@ -95,7 +95,7 @@ def find_experts(source: TensorSource) -> list[ExpertSource]:
     problems += [problem for expert in experts if (problem := _shape_problem(expert)) is not None]
     problems += _gaps(experts)
     if problems:
-        raise WeightsError.listing(f"{len(problems)} expert tensors or experts cannot be quantized:", problems)
+        raise WeightsError.listing("expert tensors or experts cannot be quantized:", problems)
     return experts
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from moe_core.errors import SpecError, UnknownNameError
+from moe_core.errors import SpecError, UnknownNameError, did_you_mean
 from moe_core.quant import (
     FP8_BLOCK128,
     MXFP4_W4A16,
     NVFP4,
+    SCHEMES,
     W4A4_INT4,
     W4A8_INT8,
     W8A8_INT8,
@@ -51,11 +52,21 @@ SHORT_WORDS: dict[str, str] = {
 
 
 def scheme_name(word: str) -> str:
-    """The name of the scheme that `word` says, or stands for; raises `UnknownNameError` if it cannot be written."""
+    """The name of the scheme that `word` says, or stands for.
+
+    Raises:
+        SpecError: A scheme that is read, but not written.
+        UnknownNameError: No scheme.
+    """
     name = SHORT_WORDS.get(word, word)
-    if name not in WRITABLE:
-        raise UnknownNameError("scheme to write", word, (*WRITABLE, *SHORT_WORDS))
-    return name
+    if name in WRITABLE:
+        return name
+    if name in SCHEMES:
+        raise SpecError(f"scheme {name!r} is read, but not written; written are {', '.join(WRITABLE)}")
+    short = ", ".join(f"{word} for {name}" for word, name in SHORT_WORDS.items())
+    # What is meant everywhere is more likely than what is said here alone.
+    spellings = () if did_you_mean(word, WRITABLE) else SHORT_WORDS
+    raise UnknownNameError("scheme to write", word, WRITABLE, hint=f"In short: {short}.", spellings=spellings)
 
 
 def ecosystem_of(scheme: str, ecosystem: str | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
+from moe_core.errors import counted
 from moe_core.feasibility import machine_reasons
 from moe_core.specs import PluginSpec
 from moe_core.testing.backend import Backend
@@ -78,7 +79,7 @@ class Kit:
         reasons = self._machine_reasons(pair) or ranks.why_untried(pair)
         if reasons:
             cells = cells_of(pair, quick=is_quick)
-            yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({len(cells)} cells)"))
+            yield _case(numerics.check_answer, pair.full_name, _not_run(f"{reasons} ({counted(len(cells), 'cell')})"))
             return
         if serves_one_rank(pair):
             yield from self._cell_cases(cells_of(pair, quick=is_quick), schemes, checks)
@@ -129,4 +130,4 @@ def run_checks(plugin: str | types.ModuleType, **options: object) -> None:
     results = [case.run() for case in Kit(plugin, **options).cases()]  # type: ignore[arg-type]
     failed = [f"{result.check}[{result.subject}]: {result.text}" for result in results if result.status == "failed"]
     if failed:
-        raise ConformanceError("\n".join([f"{len(failed)} of {len(results)} checks failed", *failed]))
+        raise ConformanceError("\n".join([f"{len(failed)} of {counted(len(results), 'check')} failed", *failed]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from moe_core.errors import MoeCoreError
+from moe_core.errors import MoeCoreError, is_interrupt
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -72,7 +72,10 @@ class Case:
             status, text = NOT_RUN, str(reason)
         except ConformanceError as error:
             status, text = FAILED, str(error)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            # The next case runs whatever this one raised, unless it was the user.
+            if is_interrupt(error):
+                raise
             status, text = FAILED, f"it raised {type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error))
         seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ from moe_core.environment import Environment
 from moe_core.errors import SpecError
 from moe_core.manager import BackendManager
 from moe_core.measurement_files import MeasurementFile, Times, changes_since, plugins_of
+from moe_core.measurements import Time
 from moe_core.whole_file import check_writable
 
 
@@ -37,7 +38,7 @@ class Recorder:
         self.path = path
         _check_writable(path)
         self._environment, self._plugins = environment, manager.versions()
-        self._added: dict[str, dict[int, Mapping[str, float]]] = {}
+        self._added: dict[str, dict[int, Mapping[str, Time]]] = {}
         self._file, self.replaced = self._there()
 
     def _there(self) -> tuple[MeasurementFile, str]:
@@ -62,7 +63,7 @@ class Recorder:
         """How many times the file holds."""
         return self._file.num_times
 
-    def add(self, shape: str, num_tokens: int, microseconds: Mapping[str, float]) -> None:
+    def add(self, shape: str, num_tokens: int, times: Mapping[str, Time]) -> None:
         """Put the times of one layer at one token count in place of earlier ones, and write the file.
 
         What another process has added since is kept: each brings all of its own every time.
@@ -70,7 +71,7 @@ class Recorder:
         Raises:
             UnwrittenError: The file cannot be written.
         """
-        self._added.setdefault(shape, {})[num_tokens] = microseconds
+        self._added.setdefault(shape, {})[num_tokens] = times
         found, _ = self._there()
         today = datetime.datetime.now().astimezone().date().isoformat()
         self._file = attrs.evolve(found, times=self._with_added(found.times), date=today)
@@ -83,8 +84,8 @@ class Recorder:
                 candidate: {count: time for count, time in counted.items() if count not in of_counts}
                 for candidate, counted in found.get(shape, {}).items()
             }
-            for count, microseconds in of_counts.items():
-                for candidate, time in microseconds.items():
+            for count, of_count in of_counts.items():
+                for candidate, time in of_count.items():
                     of_shape.setdefault(candidate, {})[count] = time
             times[shape] = {candidate: counted for candidate, counted in of_shape.items() if counted}
         return times

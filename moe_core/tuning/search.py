@@ -11,9 +11,9 @@ import torch
 from moe_core.bound import BoundExperts
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line, in_a_line
 from moe_core.manager import BackendManager
-from moe_core.measurements import MeasurementTable
+from moe_core.measurements import MeasurementTable, Time
 from moe_core.payloads import PreparedWeights, RawWeights, Tensor
 from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
@@ -49,6 +49,14 @@ class Step:
     def microseconds(self) -> Mapping[str, float]:
         """Full name of the candidate -> median time of one forward."""
         return {name: timing.microseconds for name, timing in self.timings.items()}
+
+    @property
+    def times(self) -> Mapping[str, Time]:
+        """What is kept of the samples, by full name of the candidate."""
+        return {
+            name: Time(timing.microseconds, timing.quartiles if len(timing.samples) > 1 else None)
+            for name, timing in self.timings.items()
+        }
 
     @property
     def fastest(self) -> tuple[str, ...]:
@@ -175,7 +183,7 @@ class LayerSearch:
         return BoundExperts(plan, self._weights[key], self._manager)
 
     def _fail(self, name: str, error: Exception, where: str = "") -> None:
-        self.problems[name] = f"{where}{type(error).__name__}: {first_line(error)}"
+        self.problems[name] = f"{where}{in_a_line(error)}"
         if self._is_cuda:
             try:
                 torch.cuda.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from moe_core.errors import WeightsError
+from moe_core.errors import WeightsError, counted
 from moe_core.payloads import TORCH_DTYPES, RawWeights
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
@@ -125,5 +125,7 @@ def check_weights(weights: RawWeights, request: LayerRequest, num_local_experts:
     if (weights.post_norm is not None) != request.post_norm:
         problems.append(f"post_norm: the layer says {request.post_norm}, the weights bring {weights.post_norm!r}")
     if problems:
-        title = f"weights of a layer with {num_local_experts} local experts ({request.local_quant}) do not fit"
+        title = (
+            f"weights of a layer with {counted(num_local_experts, 'local expert')} ({request.local_quant}) do not fit"
+        )
         raise WeightsError.listing(f"{title}; nothing was loaded:", problems)

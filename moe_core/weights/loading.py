@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from moe_core.activation import ActivationSpec
-from moe_core.errors import SpecError, WeightsError, some_of
+from moe_core.errors import SpecError, WeightsError, counted, some_of
 from moe_core.payloads import RawWeights, Tensor
 from moe_core.quant import LayerQuant, QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
@@ -69,7 +69,9 @@ def load_experts(
     below = names_below(source, module)
     parts = find_parts(below, module, asked, gated=request.activation.gated, bias=request.bias)
     unknown = left_over(below, parts, request.num_experts)
-    problems = [f"{name}: nothing of a layer with {request.num_experts} experts reads it" for name in unknown]
+    problems = [
+        f"{name}: nothing of a layer with {counted(request.num_experts, 'expert')} reads it" for name in unknown
+    ]
     job = _Job(
         source=source,
         where=module,

@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 
 import pytest
+import torch
 from tiny_models import write_tiny_qwen
 
 from moe_core.tuning import ceilings
@@ -92,9 +93,9 @@ def test_sizes_of_a_named_shape(call, monkeypatch):
         (("--shape", "mixtral-8x7b", "--top-k", "1"), 2, "cannot be combined"),
         (("--peer", "vllm"), 2, "unknown peer 'vllm'"),
         (("--output", "nowhere/figures.json"), 2, "folder nowhere does not exist"),
-        (("--read", "nowhere.json"), 2, "nowhere.json"),
+        (("--read", "nowhere.json"), 2, "results nowhere.json: cannot be read (No such file or directory)"),
         (("--combination", "trito"), 2, "did you mean 'triton'"),
-        (("--clock", "sundial"), 2, "clock"),
+        (("--clock", "sundial"), 2, "unknown clock 'sundial'. Known: cpu, wall."),
         (("--device", "npu"), 2, "npu"),
     ],
 )
@@ -131,6 +132,20 @@ def test_what_is_asked_wrongly_is_refused_before_anything_is_measured(call, monk
     assert message in err
 
 
+def _without_memory(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. If reserved")
+
+
+@pytest.mark.error_path
+def test_memory_that_ends_the_command_is_told_in_a_line(call, monkeypatch):
+    monkeypatch.setattr("moe_core.bench.run.measure_ceilings", _without_memory)
+    code, out, err = call("bench", *SIZES, *QUICK, "--peer", "none")
+    assert (code, out) == (1, "")
+    advice = "take fewer tokens, a smaller or quantized model, or another device"
+    assert err.splitlines()[-1] == f"error: out of memory: 20.00 GiB were asked for; {advice}"
+    assert "Traceback" in call("bench", *SIZES, *QUICK, "--peer", "none", "-v")[2]
+
+
 @pytest.mark.error_path
 def test_no_memory_for_inputs_is_a_row_and_no_figure_at_all_a_failure(call, monkeypatch):
     original = Batches.random
@@ -144,7 +159,27 @@ def test_no_memory_for_inputs_is_a_row_and_no_figure_at_all_a_failure(call, monk
     code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--tokens", "8")
     assert code == 0
     assert "moe-core (T = 8): not run: RuntimeError: out of memory" in " ".join(out.split())
+    monkeypatch.setattr("moe_core.bench.run.random_weights", _without_memory)
+    code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none")
+    assert code == 1
+    assert "moe-core: not run: no weights: out of memory: 20.00 GiB were asked for\n" in out
     monkeypatch.setattr("moe_core.bench.run.random_weights", lambda *arguments: scarce(arguments[0], 8))
     code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--quant-scheme", "w8a8_int8")
     assert code == 1
     assert "moe-core: not run: no weights: " in " ".join(out.split())
+
+
+def test_clocks_are_those_that_there_are():
+    from moe_core.cli.bench import _CLOCKS
+    from moe_core.tuning.timing import CLOCKS
+
+    assert tuple(CLOCKS) == _CLOCKS
+
+
+@pytest.mark.error_path
+def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(call, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("moe_core.bench.run.measure_ceilings", None)
+    code, out, err = call("bench", *SIZES, *QUICK, "--plot", str(tmp_path / "chart.xyz"))
+    assert (code, out) == (2, "")
+    assert "chart.xyz: no format 'xyz' is known, its ending must be one of " in err

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_core.errors import counted
 from moe_core.quantizer.checkpoint import quantize_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -195,14 +196,14 @@ def test_a_text_that_is_too_short(call, folder, tmp_path, content):
     path.write_bytes(content)
     code, out, err = call("eval", "--model", str(folder), "--text", str(path), "--device", "cpu")
     assert (code, out) == (2, "")
-    assert f"the text has {len(content)} tokens; predicting needs at least 2" in err
+    assert f"the text has {counted(len(content), 'token')}; predicting needs at least 2" in err
 
 
 @pytest.mark.error_path
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("a", (), "the text has 1 tokens"),
+        ("a", (), "the text has 1 token;"),
         (SAMPLE, ("--window", "20", "--stride", "21"), "stride 21 is not in 1..20"),
         (SAMPLE, ("--window", "999999"), "a window of 999999 tokens is longer than the context"),
     ],

@@ -54,6 +54,17 @@ def test_the_built_in_plugins_are_listed(moe_core):
     assert "not looked at" in note
 
 
+def test_the_tiers_by_which_runners_rank_are_told_on_request(moe_core):
+    shown = moe_core(*NOT_PROBED, "-v", COLUMNS="160").stdout
+    lines = [line.removeprefix("tiers").strip() for line in shown.splitlines()]
+    assert "fused: triton.fused" in lines
+    assert lines.index("tuned: triton.standard") == lines.index("fused: triton.fused") + 1
+    assert "tuned" not in moe_core(*NOT_PROBED).stdout.replace("_untuned", "")
+    found = _backends(moe_core(*NOT_PROBED, "--json"))
+    assert {runner["name"]: runner["tier"] for runner in found["triton"]["runners"]}["triton.fused"] == "fused"
+    assert all("tier" not in dispatcher for dispatcher in found["torch"]["dispatchers"])
+
+
 @pytest.mark.parametrize("columns", [72, 80, 120])
 def test_tables_fit_and_lose_nothing(moe_core, columns):
     result = moe_core(*NOT_PROBED, sites=("broken", "vendors"), COLUMNS=str(columns), NO_COLOR="1")

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from moe_core.cli.output import fields, print_error, stdout, table
+from moe_core.cli.output import fields, print_error, stdout
+from moe_core.cli.word_table import WordTable
 
 NAMES = ("a_name_of_thirty_characters__1,", ".another_name_of_twenty_six", "short")
 
 
 def _printed(width, *rows):
-    view = table("", "NAMES", "ABOUT", "MORE")
+    view = WordTable("", "NAMES", "ABOUT", "MORE")
     for row in rows:
         view.add_row(*row)
     console = Console(file=io.StringIO(), width=width)
@@ -57,7 +58,7 @@ def test_columns_without_room_go_on_in_a_further_line():
 @pytest.mark.parametrize("width", range(20, 100, 7))
 def test_numbers_are_never_broken(width):
     numbers = [f"{-0.5 - place:.4f}" for place in range(14)]
-    view = table("T", *map(str, range(len(numbers))))
+    view = WordTable("T", *map(str, range(len(numbers))))
     for column in view.columns:
         column.justify = "right"
     view.add_row("8192", *numbers)
@@ -112,7 +113,7 @@ def test_texts_stand_below_labels_that_leave_them_no_room(width):
 
 def test_lines_end_with_their_last_word(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
-    view = table("NAME", "ABOUT")
+    view = WordTable("NAME", "ABOUT")
     view.add_row("one", "short")
     view.add_row("another one", "words " * 20)
     tree = Tree("a tree")

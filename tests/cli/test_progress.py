@@ -40,9 +40,25 @@ def test_hours_are_no_hundreds_of_lines(clock, capsys):
 
 def test_bytes_have_units(clock, capsys):
     with progress_bar("loading") as tell:
+        tell(0, 16_060_000_000)
         clock[0] += 60.0
         tell(1_000_000_000, 16_060_000_000)
     assert "loading: 1.0 GB of 16.1 GB, about 15 minutes left" in capsys.readouterr().err
+
+
+def test_what_passed_before_the_first_unit_is_not_taken_for_its_pace(clock, capsys):
+    with progress_bar("checking", "checks") as tell:
+        # Processes start, and then a batch comes at once.
+        clock[0] += 12.0
+        for done in range(1, 33):
+            tell(done, 1032)
+        for done in range(33, 1032):
+            clock[0] += 0.1
+            tell(done, 1032)
+    _, first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "checking: 1 of 1032 checks"
+    left = int(second.partition("about ")[2].partition(" s")[0])
+    assert 60 < left < 100
 
 
 def test_what_is_quick_says_only_that_it_begins_and_ends(capsys):

@@ -15,6 +15,7 @@ from tiny_models import write_tiny_qwen
 
 from moe_core.cli import model_loading
 from moe_core.cli.stopping import exit_on_signals
+from moe_core.discovery import Found, load
 from moe_core.quantizer.words import SHORT_WORDS
 
 pytest.importorskip("transformers")
@@ -122,6 +123,8 @@ def test_calibration_on_cpu_is_done_in_fp32(call, folder, text, tmp_path, monkey
     ("words", "message"),
     [
         (["--scheme", "nvfp5"], "unknown scheme to write 'nvfp5'; did you mean 'nvfp4'"),
+        (["--scheme", "w4a9"], "did you mean 'w4a8'? Known: fp8_block128, "),
+        (["--scheme", "fp8_tensor"], "scheme 'fp8_tensor' is read, but not written; written are fp8_block128, nvfp4"),
         (["--scheme", "mxfp4", "--ecosystem", "modelopt"], "'mxfp4_w4a16' is written for compressed_tensors, not"),
         (["--scheme", "nvfp4"], "stores activation scales: find them with --calibrate FILE"),
         (["--scheme", "mxfp4", "--input-scale", "1"], "--calibrate and --input-scale do not apply"),
@@ -220,6 +223,21 @@ def test_signals_that_are_ignored_or_handled_stay_so():
 
 
 @pytest.mark.error_path
+def test_a_signal_is_no_failure_of_the_plugin_that_it_meets():
+    def module():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it went on")
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as stopped, exit_on_signals():
+            load(Found(name="toy", load=module))
+        assert stopped.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.error_path
 def test_what_a_killed_run_left_is_named(call, folder, tmp_path):
     stale = tmp_path / ".out.abc.partial"
     stale.mkdir()
@@ -227,3 +245,12 @@ def test_what_a_killed_run_left_is_named(call, folder, tmp_path):
     assert code == 0
     assert f"warning: {stale} is left of a run that was killed" in err
     assert stale.is_dir()
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("typo", ["fp8", "fp8_blok", "fp8_blok128", "fp8_block_128", "f8_block", "fp8-block"])
+def test_both_options_for_schemes_suggest_the_same(typo, call, folder, tmp_path):
+    _, _, err = call("quantize", "--model", str(folder), "--output", str(tmp_path / "out"), "--scheme", typo)
+    _, _, other = call("resolve", "--environment", "cpu", "--quant-scheme", typo)
+    assert "did you mean 'fp8_block128'?" in err
+    assert "did you mean 'fp8_block128'?" in other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_the_plan_of_the_default_layer(call):
     for expected in (
         "machine cpu, generic CPU, preset cpu",
         "asked 128 experts, top-8, H 2048, I 768, bf16, weights bf16, silu-gated",
-        "any torch:none.standard + torch:torch.standard dispatch dtype bf16 (by runner), chosen by rank",
+        "any torch:none.standard + torch:torch.standard dispatch dtype bf16 (by runner), chosen by rank (tier generic)",
         "weights layout canonical, prepared by plugin torch",
     ):
         assert expected in _words(out)
@@ -69,6 +70,31 @@ def test_named_shapes(call):
     assert [group["decision"]["request"]["num_experts"] for group in groups] == [256, 8]
     code, out, _ = call(*ON_CPU, "--json")
     assert [group["shape"] for group in json.loads(out)["groups"]] == [""]
+
+
+def test_a_shape_says_in_which_scheme_its_model_is_published(call):
+    told = "assumed weights bf16; deepseek-v3 is published with others: --quant-scheme fp8_block128 any"
+    _, out, _ = call(*ON_CPU, "--shape", "deepseek-v3", "--shape", "mixtral-8x7b")
+    assert told in _words(out)
+    assert out.count("assumed") == 1
+    _, out, _ = call(*ON_CPU, "--shape", "deepseek-v3", "--quant-scheme", "bf16")
+    assert "assumed" not in out
+
+
+@pytest.mark.parametrize("word", ["decode:0", "decode:1:2", "decode:1:grahp", "decode:-1"])
+def test_a_workload_that_cannot_be_names_what_was_typed(call, word):
+    code, out, err = call(*ON_CPU, "--workload", word)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: workload {word!r}: expected ")
+    assert "for example decode:128:graph" in err
+
+
+def test_one_is_no_plural(call):
+    sizes = ("--num-experts", "1", "--top-k", "1", "--workload", "decode:1")
+    _, out, _ = call(*ON_CPU, *sizes, "--workload", "prefill", "--explain")
+    assert "asked 1 expert, top-1," in _words(out)
+    assert "up to 1 token" in out
+    assert not re.findall(r"\b1 (?:tokens|experts|lines|specs|variants|layers)\b", out)
 
 
 @pytest.mark.parametrize(

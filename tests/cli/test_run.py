@@ -38,12 +38,12 @@ def stub_bridge(monkeypatch):
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     calls = []
-    plan, _ = make_plan(default_manager(), REQUEST, PRESETS["cpu"])
+    plan, decision = make_plan(default_manager(), REQUEST, PRESETS["cpu"])
 
     def prepare(model, **pins):
         calls.append(pins)
         names = [name for name, module in model.named_modules() if name.endswith("mlp.experts")]
-        return {name: types.SimpleNamespace(plan=plan) for name in names}
+        return {name: types.SimpleNamespace(plan=plan, decision=decision) for name in names}
 
     # Not through its `register`, which nothing undoes.
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "moe_core", _wrong_on_purpose)

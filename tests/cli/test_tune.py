@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from moe_core.cli.tune import INTERRUPTED
 from moe_core.environment import probe_environment
 from moe_core.measurement_files import MeasurementFile
 from moe_core.measurement_sources import MeasurementWarning, user_file
+from moe_core.measurements import Time
 from moe_core.tuning import search
 from moe_core.tuning.layers import Batches
 from moe_core.tuning.search import DeviceLostError, LayerSearch
@@ -44,14 +46,38 @@ def test_times_go_to_the_cache_and_rank_from_then_on(call: Call, cache: Path) ->
     assert "T=8: " in err
     file = MeasurementFile.read(cache)
     assert set(file.times) == {SHAPE}
+    # One sample has no quartiles.
+    assert all(time.quartiles is None for times in file.times[SHAPE].values() for time in times.values())
     assert {count for times in file.times[SHAPE].values() for count in times} == {1, 8}
     code, out, _ = call("resolve", *SIZES, "--json", "--environment", _environment(cache))
     (group,) = json.loads(out)["groups"]
-    assert group["decision"]["measurements"][0].startswith("your cache: 12 times of 1 shapes, ")
+    assert group["decision"]["measurements"][0].startswith("your cache: 12 times of 1 shape, ")
     assert group["decision"]["measurements"][1] == "this layer was measured at T=1 to 8"
     ranked = group["decision"]["workloads"][0]["ranked"]
     assert ranked[0]["microseconds"] is not None
     assert "your cache" in ranked[0]["because"]
+
+
+def test_winners_that_samples_do_not_tell_apart_stay_so(call: Call, cache: Path, tmp_path: Path) -> None:
+    _tune(call, "--tokens", "1", "--repeats", "3")
+    file = MeasurementFile.read(cache)
+    assert all(time.quartiles for times in file.times[SHAPE].values() for time in times.values())
+    usual, close, behind = (f"torch:none.{form} + torch:torch.{form}" for form in ("standard", "masked", "contiguous"))
+    times = {usual: Time(10.0, (9.0, 11.0)), close: Time(10.5, (10.0, 13.0)), behind: Time(12.0, (11.5, 12.5))}
+    target = tmp_path / "times.json"
+    attrs.evolve(file, times={SHAPE: {name: {1: time, 4096: time} for name, time in times.items()}}).write(target)
+    words = ("resolve", *SIZES, "--environment", _environment(cache), "--measurements", str(target))
+    _, out, _ = call(*words, "--explain")
+    text = " ".join(out.split())
+    assert "chosen by rank (measured times, not told apart from 1 other)" in text
+    assert "not told apart from that in place 2: their samples overlap" in text
+    _, out, _ = call(*words, "--json")
+    (group,) = json.loads(out)["groups"]
+    assert group["decision"]["workloads"][0]["not_told_apart"] == [close]
+    # Whoever asks for one order or for none of this doubts nothing.
+    for sure in ((*words, "--prefer", "torch.standard"), (*words[:-2], "--no-measurements")):
+        _, out, _ = call(*sure, "--explain")
+        assert "not told apart" not in out
 
 
 def _environment(cache: Path) -> str:
@@ -85,6 +111,8 @@ def test_named_shapes(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(LayerSearch, "__init__", searched)
     code, out, err = call("tune", "--shape", "mixtral-8x7b", "--shape", "deepseek-v3", *QUICK)
     assert (code, asked) == (1, [(8, "bf16")])
+    assert "deepseek-v3: weights bf16; deepseek-v3 is published with others: --quant-scheme fp8_block128\n" in err
+    assert "mixtral-8x7b: " not in err
     assert "nothing was measured" in out
     assert "warning: enough" in err
 
@@ -109,6 +137,13 @@ def test_time_that_is_up_keeps_what_was_measured(call: Call, cache: Path) -> Non
     assert (code, cache.exists()) == (1, False)
     assert "time is up before T=1" in err
     assert "nothing was measured" in out
+
+
+@pytest.mark.error_path
+def test_a_name_that_means_nothing_is_refused_before_anything_is_said(call: Call, cache: Path) -> None:
+    code, out, err = _tune(call, "--tokens", "1", "--exclude", "trito")
+    assert (code, out, cache.exists()) == (2, "", False)
+    assert err.startswith("error: unknown backend 'trito'; did you mean 'triton'?")
 
 
 @pytest.mark.error_path
@@ -184,7 +219,7 @@ def test_resolve_with_a_file_and_with_none(call: Call, cache: Path, tmp_path: Pa
     machine = ("--environment", _environment(target))
     code, out, _ = call("resolve", *SIZES, *machine, "--measurements", str(target), "--explain")
     assert code == 0
-    assert "measurements  times.json: 6 times of 1 shapes" in out
+    assert "measurements  times.json: 6 times of 1 shape," in out
     _, out, _ = call("resolve", *SIZES, *machine, "--explain", "--no-measurements")
     assert "measured" not in out
 

@@ -36,10 +36,10 @@ def test_a_last_window_of_one_token_predicts_nothing() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((10, 1, 1), "a window of 1 tokens"),
+        ((10, 1, 1), "a window of 1 token p"),
         ((10, 4, 0), r"stride 0 is not in 1\.\.4"),
         ((10, 4, 5), r"stride 5 is not in 1\.\.4"),
-        ((1, 4, 4), "the text has 1 tokens"),
+        ((1, 4, 4), "the text has 1 token;"),
         ((0, 4, 4), "the text has 0 tokens"),
     ],
 )

@@ -172,6 +172,33 @@ def test_the_card_of_the_model_before_lies_beside_the_new_one(tmp_path: Path) ->
     assert "[BASE_README.md](BASE_README.md)" in card
 
 
+def test_cards_of_several_models_are_told_apart(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "a_model", one_by_one(expert_weights()))
+    before = "Distilled, see [the base](BASE_README.md), [中文](./README_zh.md) or [a page](https://host/README_zh.md)."
+    cards = {"README.md": before, "BASE_README.md": "the base", "README_zh.md": "zh", "readme.txt": "notes"}
+    for name, text in cards.items():
+        (source / name).write_text(text, encoding="utf-8")
+    (source / "readme_reader.py").write_text("")
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, "w8a8_int8")
+    assert (out / "readme_reader.py").exists()
+    found = {path.name: path.read_text(encoding="utf-8") for path in out.iterdir() if path.suffix in (".md", ".txt")}
+    card = found.pop("README.md")
+    after = before.replace("(BASE_", "(BASE_BASE_").replace("./README", "./BASE_README")
+    assert found == {
+        "BASE_README.md": after,
+        "BASE_BASE_README.md": "the base",
+        "BASE_README_zh.md": "zh",
+        "BASE_readme.txt": "notes",
+    }
+    assert "[BASE_README.md](BASE_README.md), [BASE_README_zh.md](BASE_README_zh.md), [BASE_readme.txt]" in card
+    assert "BASE_BASE" not in card
+    # That of the model before the one that was quantized, alone.
+    (source / "README.md").unlink()
+    quantize_checkpoint(source, tmp_path / "again", "w8a8_int8")
+    assert not (tmp_path / "again" / "BASE_README.md").exists()
+
+
 @each_layout
 def test_the_rest_is_copied(scheme: str, ecosystem: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", fused(expert_weights()))

@@ -74,6 +74,12 @@ def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     assert "rank 1 holds experts [3, 4, 5]" in done.stdout
 
 
+@pytest.mark.parametrize("page", [*(DOCS / name for name in _reference().PAGES), ROOT / "examples/tiny_moe/README.md"])
+def test_what_is_generated_has_no_endless_lines(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 140 and not line.startswith("|")] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     linked = set(re.findall(r"\]\(([\w.]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
     assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}

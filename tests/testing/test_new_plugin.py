@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,8 +78,15 @@ def test_the_conformance_test_of_a_new_plugin_is_short() -> None:
     assert len(plugin_files("acme")["tests/test_conformance.py"].splitlines()) <= 20
 
 
+def test_the_longest_name_can_be_declared() -> None:
+    # Names that a plugin makes of its own are longer.
+    text = plugin_files("a" * 53)[f"moe_plugin_{'a' * 53}/plugin.py"]
+    names = re.findall(r"a{53}\w*", text)
+    assert max(map(len, names)) == 64
+
+
 @pytest.mark.error_path
-@pytest.mark.parametrize("name", ["Acme", "2fast", "a-b", ""])
+@pytest.mark.parametrize("name", ["Acme", "2fast", "a-b", "", "a" * 54])
 def test_a_name_that_cannot_be_imported(call: Call, name: str, tmp_path: Path) -> None:
     code, _, err = call(name, "--output", str(tmp_path / "folder"))
     assert code == 2
@@ -100,7 +108,7 @@ def test_nothing_is_overwritten_and_no_name_is_taken_twice(call: Call, tmp_path:
 @pytest.mark.error_path
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("class", "is a keyword of Python"), ("acme_", "to a letter or a digit"), ("a" * 300, "cannot be written")],
+    [("class", "is a keyword of Python"), ("acme_", "to a letter or a digit"), ("a" * 300, "at most 53")],
 )
 def test_names_that_files_or_packages_cannot_have(
     call: Call, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,3 +117,11 @@ def test_names_that_files_or_packages_cannot_have(
     code, _, err = call(name)
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert message in err
+
+
+@pytest.mark.error_path
+def test_a_folder_that_cannot_be_made(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = call("acme", "--output", str(tmp_path / "file" / "acme"))
+    assert code == 2
+    assert "acme cannot be written (Not a directory); name another with --output" in err

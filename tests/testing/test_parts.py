@@ -324,6 +324,13 @@ def test_a_case_becomes_a_result() -> None:
     result = _raises(SystemExit(3)).run()
     assert (result.status, result.text) == (FAILED, "it raised SystemExit: 3")
     assert "SystemExit" in result.traceback
+    # As libraries in Rust raise it.
+    assert _raises(BaseException("panic")).run().text == "it raised BaseException: panic"
+
+
+def test_an_interrupt_ends_the_kit() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _raises(KeyboardInterrupt()).run()
 
 
 class Adopted(BackendConformance):

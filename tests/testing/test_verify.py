@@ -125,3 +125,6 @@ def test_unknown_names_and_folders_are_wrong_usage(call: Call, tmp_path: Path) -
     code, _, err = call("right", "--junit", str(tmp_path / "none" / "report.xml"))
     assert code == 2
     assert "does not exist" in err
+    # Before minutes of checks.
+    code, _, err = call("right", "--junit", str(tmp_path))
+    assert (code, err) == (2, f"error: --junit: {tmp_path} is there and is no regular file\n")

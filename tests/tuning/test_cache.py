@@ -9,6 +9,7 @@ from fakes import CPU, dispatcher, expect, manager_of, plugin, runner
 
 from moe_core.errors import SpecError, UnwrittenError
 from moe_core.measurement_files import MeasurementFile
+from moe_core.measurements import Time
 from moe_core.tuning.cache import Recorder
 
 MANAGER = manager_of(plugin(dispatchers=[dispatcher()], runners=[runner()]), plugin("other", runners=[runner()]))
@@ -18,46 +19,61 @@ A, B = "toy:toy.standard + toy:toy.standard", "toy:toy.standard + other:toy.stan
 def test_times_are_added_and_replaced_one_count_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     recorder = Recorder(path, CPU, MANAGER)
-    recorder.add("shape", 1, {A: 10.0, B: 11.0})
-    recorder.add("shape", 4, {A: 20.0})
+    recorder.add("shape", 1, {A: Time(10.0), B: Time(11.0)})
+    recorder.add("shape", 4, {A: Time(20.0)})
     again = Recorder(path, CPU, MANAGER)
     expect(not again.replaced)
-    again.add("shape", 1, {A: 9.0})
-    again.add("another", 1, {A: 5.0})
+    again.add("shape", 1, {A: Time(9.0)})
+    again.add("another", 1, {A: Time(5.0)})
     # What is not there any more at a count was not measured with the rest.
-    assert MeasurementFile.read(path).times == {"shape": {A: {1: 9.0, 4: 20.0}}, "another": {A: {1: 5.0}}}
+    assert MeasurementFile.read(path).times == {
+        "shape": {A: {1: Time(9.0), 4: Time(20.0)}},
+        "another": {A: {1: Time(5.0)}},
+    }
     assert again.num_times == 3
 
 
 def test_two_processes_keep_each_others_times(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     one, other = (Recorder(path, CPU, MANAGER) for _ in range(2))
-    one.add("one", 1, {A: 10.0})
-    other.add("other", 1, {A: 20.0})
-    one.add("one", 4, {A: 30.0})
-    assert MeasurementFile.read(path).times == {"one": {A: {1: 10.0, 4: 30.0}}, "other": {A: {1: 20.0}}}
+    one.add("one", 1, {A: Time(10.0)})
+    other.add("other", 1, {A: Time(20.0)})
+    one.add("one", 4, {A: Time(30.0)})
+    assert MeasurementFile.read(path).times == {
+        "one": {A: {1: Time(10.0), 4: Time(30.0)}},
+        "other": {A: {1: Time(20.0)}},
+    }
     # Written over by one that had read it before: every run brings all of its own again.
     path.unlink()
-    one.add("one", 8, {A: 40.0})
-    assert MeasurementFile.read(path).times == {"one": {A: {1: 10.0, 4: 30.0, 8: 40.0}}}
+    one.add("one", 8, {A: Time(40.0)})
+    assert MeasurementFile.read(path).times == {"one": {A: {1: Time(10.0), 4: Time(30.0), 8: Time(40.0)}}}
+
+
+def test_quartiles_of_the_samples_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, CPU, MANAGER).add("shape", 1, {A: Time(10.0, (9.5, 11.0)), B: Time(12.0)})
+    Recorder(path, CPU, MANAGER).add("shape", 4, {A: Time(20.0, (20.0, 20.0))})
+    assert MeasurementFile.read(path).times == {
+        "shape": {A: {1: Time(10.0, (9.5, 11.0)), 4: Time(20.0, (20.0, 20.0))}, B: {1: Time(12.0)}}
+    }
 
 
 def test_only_plugins_with_times_are_named(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     recorder = Recorder(path, CPU, MANAGER)
-    recorder.add("shape", 1, {A: 10.0})
+    recorder.add("shape", 1, {A: Time(10.0)})
     assert set(MeasurementFile.read(path).plugins) == {"toy"}
-    recorder.add("shape", 4, {B: 10.0})
+    recorder.add("shape", 4, {B: Time(10.0)})
     assert set(MeasurementFile.read(path).plugins) == {"toy", "other"}
 
 
 @pytest.mark.error_path
 def test_times_of_another_machine_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    Recorder(path, attrs.evolve(CPU, packages={"torch": "2.10.0"}), MANAGER).add("old", 1, {A: 1.0})
+    Recorder(path, attrs.evolve(CPU, packages={"torch": "2.10.0"}), MANAGER).add("old", 1, {A: Time(1.0)})
     recorder = Recorder(path, CPU, MANAGER)
     expect("torch 2.10.0 there, 2.13.0 here" in recorder.replaced, recorder.replaced)
-    recorder.add("new", 1, {A: 1.0})
+    recorder.add("new", 1, {A: Time(1.0)})
     expect(set(MeasurementFile.read(path).times) == {"new"})
 
 
@@ -73,7 +89,7 @@ def test_a_broken_file_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.error_path
 def test_times_of_another_version_of_a_plugin_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    Recorder(path, CPU, MANAGER).add("shape", 1, {A: 1.0, B: 2.0})
+    Recorder(path, CPU, MANAGER).add("shape", 1, {A: Time(1.0), B: Time(2.0)})
     found = MeasurementFile.read(path)
     attrs.evolve(found, plugins={**found.plugins, "other": "other 0.9"}).write(path)
     recorder = Recorder(path, CPU, MANAGER)
@@ -85,16 +101,16 @@ def test_times_of_another_version_of_a_plugin_are_not_kept(tmp_path: Path) -> No
 def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "times.json"
     recorder = Recorder(path, CPU, MANAGER)
-    recorder.add("shape", 1, {A: 1.0})
+    recorder.add("shape", 1, {A: Time(1.0)})
 
     def refuse(*arguments: object, **options: object) -> int:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(UnwrittenError, match=r"times.json: cannot be written \(No space left on device\)"):
-        recorder.add("shape", 2, {A: 1.0})
+        recorder.add("shape", 2, {A: Time(1.0)})
     monkeypatch.undo()
-    expect(MeasurementFile.read(path).times == {"shape": {A: {1: 1.0}}})
+    expect(MeasurementFile.read(path).times == {"shape": {A: {1: Time(1.0)}}})
 
 
 @pytest.mark.error_path

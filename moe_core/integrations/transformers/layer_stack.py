@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import attrs
 
-from moe_core.errors import SpecError, WeightsError
+from moe_core.errors import SpecError, WeightsError, counted
 from moe_core.expert_names import is_draft, layer_index
 from moe_core.model_layers import DRAFT_COUNTS
 
@@ -56,7 +56,7 @@ class LayerStack:
         """Raise `WeightsError` for tensors of layers that are neither the model's nor drafts of its configuration."""
         strangers = sorted(name for name in names if not is_draft(name) and self._beyond(name) >= self.num_drafts)
         if strangers:
-            declared = f"num_hidden_layers {self.num_layers} and {self.num_drafts} draft layers"
+            declared = f"num_hidden_layers {self.num_layers} and {counted(self.num_drafts, 'draft layer')}"
             title = (
                 f"{path}: tensors of layers past those of the configuration ({declared}); if they are drafts, it must "
                 f"count them ({' or '.join(DRAFT_COUNTS)}); nothing was loaded:"

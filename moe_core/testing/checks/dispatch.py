@@ -7,6 +7,7 @@ import itertools
 import attrs
 import torch
 
+from moe_core.errors import counted
 from moe_core.payloads import TORCH_DTYPES, ContiguousTokens, Dispatched, MaskedTokens, StandardTokens, Tensor
 from moe_core.testing.bench import Bench
 from moe_core.testing.capture import CAPTURES, Capture
@@ -32,7 +33,8 @@ def check_dispatched_form(bench: Bench) -> None:
     values = token_values(dispatched.hidden_states, dispatched.scales, route.token_dtype)
     for expert, (start, count) in enumerate(_groups(dispatched, route.row_alignment)):
         wanted = hidden[(ids == expert).any(dim=1)].cpu().double()
-        require(count == len(wanted), f"expert {expert} has {count} rows, {len(wanted)} tokens were sent to it")
+        sent = counted(len(wanted), "token")
+        require(count == len(wanted), f"expert {expert} has {counted(count, 'row')} for the {sent} sent to it")
         exact = route.token_dtype.scales == "none"
         rows = values[start : start + count]
         same = torch.equal(rows.sort(dim=0).values, wanted.sort(dim=0).values)
@@ -53,7 +55,7 @@ def _groups(dispatched: ContiguousTokens | MaskedTokens, alignment: int) -> list
     bounds = [0, *ends.tolist()]
     for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
         count = int(counts[expert])
-        require(end - start >= count, f"expert {expert} has {count} rows in a group of {end - start}")
+        require(end - start >= count, f"expert {expert} has {counted(count, 'row')} in a group of {end - start}")
         require(start % alignment == 0, f"group {expert} begins at row {start}, the plan aligns to {alignment}")
     require(bounds[-1] <= dispatched.hidden_states.shape[0], f"groups end at row {bounds[-1]} of fewer")
     return list(zip(bounds[:-1], counts.tolist(), strict=True))

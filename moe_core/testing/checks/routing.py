@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_core.errors import MoeCoreError
+from moe_core.errors import MoeCoreError, counted
 from moe_core.kernels.checks import can_assert
 from moe_core.testing.bench import Bench
 from moe_core.testing.compare import require_apart
@@ -33,7 +33,7 @@ def check_missing_experts(bench: Bench) -> None:
     hidden, ids = torch.full_like(hidden, torch.nan), torch.full_like(ids, -1)
     for count in (len(ids), 1):
         nothing = (hidden[:count], ids[:count], weights[:count])
-        bench.require(nothing, f"{count} tokens, none with an expert, whose rows are NaN")
+        bench.require(nothing, f"{counted(count, 'token')}, none with an expert, whose rows are NaN")
 
 
 def _check_leading_slots(bench: Bench, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def check_row_counts(bench: Bench) -> None:
         ids = torch.full((count, bench.request.top_k), -1)
         ids[:, 0] = 1 % bench.request.num_experts
         ids[-1, -1] = 0
-        bench.require(bench.tokens(ids=ids), f"{count} rows for one expert")
+        bench.require(bench.tokens(ids=ids), f"{counted(count, 'row')} for one expert")
 
 
 def check_batch_sizes(bench: Bench) -> None:
@@ -119,7 +119,7 @@ def check_batch_sizes(bench: Bench) -> None:
         tokens = bench.tokens(count, seed=seed)
         with torch.inference_mode(seed == 0):
             output = bench.run(tokens, layer)
-        bench.require(tokens, f"{count} tokens, the batch number {seed + 1}", output)
+        bench.require(tokens, f"{counted(count, 'token')}, the batch number {seed + 1}", output)
 
 
 def check_id_layouts(bench: Bench) -> None:
