@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -26,12 +27,32 @@ class LowLatency:
         capacity: Most tokens of a rank.
         num_experts: Of all ranks.
         tokens: Hidden states, ids and weights.
+        weights: `w13` and `w2` of this rank's experts, bf16.
+        waits: Whether the host waits for the device.
     """
 
+    waits: ClassVar[bool] = False
     buffer: Any
     capacity: int
     num_experts: int
     tokens: Tokens
+    weights: tuple[torch.Tensor, torch.Tensor]
+
+    def exchanges(self) -> dict[str, Callable[[], Any]]:
+        """Dispatch and combine."""
+        return {
+            "bare, receive hooks": partial(self.there_and_back, hook=True),
+            "bare, the library's stream": partial(self.there_and_back, hook=False),
+            "bare, results written where combine sends from": partial(self.in_place, fp8=False),
+            "the same, fp8 there": partial(self.in_place, fp8=True),
+        }
+
+    def layers(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Whole layers."""
+        return {
+            "by hand, the library's stream": partial(self.layer, hook=False),
+            "by hand, receive hooks": partial(self.layer, hook=True),
+        }
 
     def dispatch(self, *, hook: bool, fp8: bool = False) -> tuple[Any, torch.Tensor, Any]:
         """Blocks of rows, rows of each expert, and the handle."""
@@ -58,9 +79,10 @@ class LowLatency:
             receive()
         return combined  # type: ignore[no-any-return]
 
-    def there_and_back(self, rows: torch.Tensor, *, hook: bool) -> torch.Tensor:
-        """Dispatch, and combine of other rows."""
-        return self.combine(rows, self.dispatch(hook=hook)[2], hook=hook)
+    def there_and_back(self, *, hook: bool) -> torch.Tensor:
+        """Dispatch, and combine of what arrived."""
+        rows, _, handle = self.dispatch(hook=hook)
+        return self.combine(rows, handle, hook=hook)
 
     def in_place(self, *, fp8: bool) -> torch.Tensor:
         """Dispatch, and combine of what was written where combine sends it from."""
@@ -69,11 +91,13 @@ class LowLatency:
         # Only its shape is looked at: the rows are where the library gave space for them.
         return self.combine(space.new_empty(space.shape), handle, hook=True, zero_copy=True)
 
-    def layer(self, w13: torch.Tensor, w2: torch.Tensor, expected: int, *, hook: bool) -> torch.Tensor:
-        """A bf16 layer whose experts have `expected` rows."""
+    def layer(self, *, hook: bool) -> torch.Tensor:
+        """A bf16 layer."""
         import deep_gemm
 
         tokens, counts, handle = self.dispatch(hook=hook)
+        (w13, w2), (num_tokens, top_k) = self.weights, self.tokens[1].shape
+        expected = max(1, num_tokens * top_k * dist.get_world_size() // self.num_experts)
         first = torch.empty(*tokens.shape[:2], w13.shape[1], dtype=torch.bfloat16, device=DEVICE)
         deep_gemm.m_grouped_bf16_gemm_nt_masked(a=tokens, b=w13, d=first, masked_m=counts, expected_m=expected)
         inner = ops.activate(first, SWIGLU, real=counts)
@@ -90,11 +114,15 @@ class Normal:
         buffer: The library's.
         num_experts: Of all ranks.
         tokens: Hidden states, ids and weights.
+        configs: Multiprocessors and chunks of dispatch and of combine.
+        waits: Whether the host waits for the device.
     """
 
+    waits: ClassVar[bool] = True
     buffer: Any
     num_experts: int
     tokens: Tokens
+    configs: tuple[Any, Any]
 
     def layout(self) -> Any:
         """What dispatch has to know about the ids."""
@@ -136,8 +164,13 @@ class Normal:
         """All of it."""
         return self.combine(*self.dispatch(to, most), fro)
 
-    def variants(self, to: Any, fro: Any) -> dict[str, Callable[[], Any]]:
+    def layers(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """None is wired by hand."""
+        return {}
+
+    def exchanges(self) -> dict[str, Callable[[], Any]]:
         """What of dispatch and combine takes how long, and tokens in fp8."""
+        to, fro = self.configs
         codes, layout = ops.quantize(self.tokens[0], TokenDtype("fp8", "row_128")), self.layout()
         rows, handle = self.dispatch(to)
         return {

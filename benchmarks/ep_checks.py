@@ -1,4 +1,4 @@
-"""Whether layers on DeepEP are right: values, refusals, layers that alternate, captured graphs, and buffers that go."""
+"""Whether layers are right: values, refusals, layers that alternate, captured graphs, and buffers that go."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import os
 
 import torch
 import torch.distributed as dist
-from ep_ranks import DECODE, DEVICE, ON_GPU, TOLERANCE, Bench, Wrong
+from ep_contenders import DEEP_EP, Contender
+from ep_ranks import DECODE, DEVICE, ON_GPU, Bench, Wrong
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS
 
 from moe_core.errors import InputError
-from moe_core.quant import BF16, FP8_BLOCK128
+from moe_core.quant import QuantScheme
 
 #: Steps of layers in turns, of which every second is a prefill.
 STEPS = 1000 if ON_GPU else 24
+#: Of the whole output, against float64: see the tests of the plugins.
+_FLOATS, _QUANTIZED = 1e-2, 5e-2
+
+
+def tolerance(quant: QuantScheme) -> float:
+    """Largest relative error of a layer."""
+    return _QUANTIZED if quant.is_quantized else _FLOATS
 
 
 def cases(rank: int, size: int) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -28,10 +36,10 @@ def cases(rank: int, size: int) -> dict[str, tuple[int, tuple[int, ...]]]:
     }
 
 
-def check_values(bench: Bench) -> None:
-    """Both modes, both wire dtypes, uneven and missing tokens, ranks that get none, with and without an overlap."""
-    for quant, wire in ((BF16, None), (FP8_BLOCK128, None), (FP8_BLOCK128, "bf16")):
-        request = bench.small(quant=quant, dispatch_dtype=wire)
+def check_values(bench: Bench, contender: Contender) -> None:
+    """Both phases, all forms, uneven and missing tokens, ranks that get none, with and without an overlap."""
+    for quant, wire in contender.forms:
+        request = bench.small(contender, quant=quant, dispatch_dtype=wire)
         layer = bench.layer(request)
         for phase in ("decode", "prefill"):
             for seed, (name, (count, spared)) in enumerate(cases(bench.rank, bench.group.size).items()):
@@ -40,16 +48,14 @@ def check_values(bench: Bench) -> None:
                 overlapped = layer(*tokens, phase=phase, overlap=lambda: torch.ones(1, device=DEVICE).add_(1))
                 bench.require(torch.equal(output, overlapped), f"overlap changes {quant} {phase}, {name}")
                 error = bench.error(request, output, tokens)
-                bench.require(
-                    error < TOLERANCE["fp8" if quant.is_quantized else "bf16"], f"{quant} {phase}, {name}: {error}"
-                )
+                bench.require(error < tolerance(quant), f"{contender.name}, {quant} {phase}, {name}: {error}")
             token_dtype = next(route.token_dtype for route in layer.plan.routes if route.phase == phase)
-            bench.say(f"ok: {quant}, tokens in {token_dtype}, {phase}: last error {error:.1e}")
+            bench.say(f"ok: {contender.name}, {quant}, tokens in {token_dtype}, {phase}: last error {error:.1e}")
 
 
-def check_refusals(bench: Bench) -> None:
+def check_refusals(bench: Bench, contender: Contender) -> None:
     """Too many tokens raise before anything is sent, and the next forward is right."""
-    request = bench.small()
+    request = bench.small(contender)
     layer = bench.layer(request)
     for _ in range(2):
         try:
@@ -61,39 +67,43 @@ def check_refusals(bench: Bench) -> None:
     bench.require(bench.error(request, layer(*tokens, phase="decode"), tokens) < 1e-2, "a forward after a refusal")
     leftover = sorted(name for name in os.environ if name.startswith("NVSHMEM_IB") or name == "NVSHMEM_MAX_TEAMS")
     bench.require(not leftover, f"variables are left: {leftover}")
-    bench.say("ok: too many tokens are refused, the environment is as it was")
+    bench.say(f"ok: {contender.name}, too many tokens are refused, the environment is as it was")
 
 
-def check_mixture(bench: Bench) -> None:
-    """A quantized target and an unquantized draft of another geometry alternate; memory stays."""
-    layers = [
-        (request, bench.layer(request))
-        for request in (bench.small(quant=FP8_BLOCK128), bench.small(num_experts=2 * bench.group.size))
-    ]
-    worst, used = {"bf16": 0.0, "fp8": 0.0}, {}
+def check_mixture(bench: Bench, contender: Contender) -> None:
+    """A target, quantized if a form is, and an unquantized draft of another geometry alternate; memory stays."""
+    (draft, _), *_, (target, _) = (*contender.forms, contender.forms[-1])
+    layers = []
+    for quant, fields in ((target, {}), (draft, {"num_experts": 2 * bench.group.size})):
+        request = bench.small(contender, quant=quant, **fields)
+        layers.append((quant, request, bench.layer(request)))
+    worst, used = [0.0, 0.0], {}
     for step in range(1, STEPS + 1):
         phase = "prefill" if step % 2 == 0 else "decode"
-        for request, layer in layers:
+        for place, (_, request, layer) in enumerate(layers):
             count = (37 if phase == "prefill" else 5) + 3 * bench.rank
             tokens = bench.tokens(request, count, seed=step % 5)
-            kind = "fp8" if request.quant.w13.is_quantized else "bf16"
             output = layer(*tokens, phase=phase)
             if min(step, STEPS - step) < 8:
-                worst[kind] = max(worst[kind], bench.error(request, output, tokens))
+                worst[place] = max(worst[place], bench.error(request, output, tokens))
             # What is left between steps is compared.
             del output, tokens
         if ON_GPU and step in (min(50, STEPS // 2), STEPS):
             torch.cuda.synchronize()
             used[step] = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0])
-    bench.require(all(worst[kind] < TOLERANCE[kind] for kind in worst), f"a mixture: {worst}")
-    bench.require(len(set(used.values())) <= 1, f"memory changes: {used}")
-    bench.say(f"ok: {STEPS} steps of an fp8 target and a bf16 draft, errors {worst}, allocated, reserved, free {used}")
+    are_right = all(error < tolerance(quant) for error, (quant, _, _) in zip(worst, layers, strict=True))
+    bench.require(are_right, f"{contender.name}, a mixture: {worst}")
+    bench.require(len(set(used.values())) <= 1, f"{contender.name}: memory changes: {used}")
+    bench.say(
+        f"ok: {contender.name}, {STEPS} steps of a target in {target} and a draft in {draft}, errors {worst}, "
+        f"allocated, reserved, free {used}"
+    )
 
 
-def check_capture(bench: Bench) -> None:
+def check_capture(bench: Bench, contender: Contender) -> None:
     """A captured decode is replayed with other routings, between eager forwards."""
-    for quant in (BF16, FP8_BLOCK128):
-        request = bench.small(quant=quant)
+    for quant, wire in contender.forms:
+        request = bench.small(contender, quant=quant, dispatch_dtype=wire)
         layer = bench.layer(request)
         static = bench.tokens(request, 16, seed=0)
         stream = torch.cuda.Stream()
@@ -114,16 +124,17 @@ def check_capture(bench: Bench) -> None:
             replayed = output.clone()
             eager = layer(*tokens, phase="prefill" if seed == 3 else "decode")
             if seed != 3:
-                bench.require(torch.equal(replayed, eager), f"{quant}: a replay differs from an eager forward")
-            bench.require(bench.error(request, replayed, tokens) < TOLERANCE["fp8"], f"{quant}: a replay is wrong")
-        bench.say(f"ok: {quant}: a captured decode gives the bits of eager ones for 5 routings")
+                bench.require(torch.equal(replayed, eager), f"{contender.name}, {quant}: a replay differs")
+            error = bench.error(request, replayed, tokens)
+            bench.require(error < tolerance(quant), f"{contender.name}, {quant}: a replay is wrong: {error}")
+        bench.say(f"ok: {contender.name}, {quant}, a captured decode gives the bits of eager ones for 5 routings")
 
 
 def check_buffers(bench: Bench) -> None:
-    """Buffers go with their last layer; another low-latency one lives on, and a new one can be made."""
-    kept, ranks, size = bench.small(), bench.group.process_group, bench.group.size
+    """Buffers of DeepEP go with their last layer; another low-latency one lives on, and a new one can be made."""
+    kept, ranks, size = bench.small(DEEP_EP), bench.group.process_group, bench.group.size
     layer = bench.layer(kept)
-    other = bench.layer(bench.small(num_experts=4 * size, workloads=DECODE))
+    other = bench.layer(bench.small(DEEP_EP, num_experts=4 * size, workloads=DECODE))
     if ranks is None:
         raise Wrong("no process group")
     before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
@@ -133,7 +144,7 @@ def check_buffers(bench: Bench) -> None:
     tokens = bench.tokens(kept, 5, seed=2)
     bench.require(freed >= 1, f"freed {freed} buffers")
     bench.require(bench.error(kept, layer(*tokens, phase="decode"), tokens) < 1e-2, "a layer beside a freed buffer")
-    request = bench.small(num_experts=5 * size, workloads=DECODE)
+    request = bench.small(DEEP_EP, num_experts=5 * size, workloads=DECODE)
     again = bench.layer(request)
     tokens = bench.tokens(request, 5, seed=3)
     bench.require(
@@ -146,5 +157,5 @@ def check_buffers(bench: Bench) -> None:
     bench.say(f"ok: {freed} and {all_freed} buffers freed ({(after - before) >> 20} MiB at first), new ones work")
 
 
-#: All but the last, which leaves NVSHMEM without any buffer for a moment.
+#: Of every contender; `check_buffers` leaves NVSHMEM without any buffer for a moment.
 CHECKS = (check_values, check_refusals, check_mixture, *((check_capture,) if ON_GPU else ()))

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of DeepEP: its layers and tokens, and what the ranks tell each other."""
+"""One rank of the benchmark of dispatchers: its layers and tokens, and what the ranks tell each other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any, TypeAlias
 import moe_plugin_deepgemm.plugin as deepgemm
 import torch
 import torch.distributed as dist
+from ep_contenders import Contender
 
 import moe_core.backends.torch.plugin as torch_plugin
+import moe_core.backends.triton.plugin as triton_plugin
 from moe_core import ExpertGroup, LayerRequest, MoELayer, Workload
 from moe_core.environment import PRESETS, Environment
 from moe_core.manager import BackendManager
 from moe_core.testing.stored import draw_layer
-from moe_core.tuning.timing import CaptureError, prepare
+from moe_core.tuning.timing import CaptureError, issue_microseconds, prepare
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -32,6 +34,8 @@ SECONDS, COLLECTIVE_SECONDS = 120, 60
 #: Calls in a sample, and samples; of the many settings of a sweep.
 CALLS, SAMPLES = (20, 9) if ON_GPU else (1, 1)
 SWEEP_CALLS, SWEEP_SAMPLES = (8, 5) if ON_GPU else (1, 1)
+#: Calls that the host issues without waiting.
+ISSUED = 500 if ON_GPU else 2
 DECODE, PREFILL = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU), Workload(phase="prefill")
 #: Experts of each rank of the layer that is timed, and its other sizes: on eight ranks those of a large model's layer.
 TIMED_SHARE, TIMED = 32, {"top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
@@ -40,17 +44,13 @@ FEW_TOKENS, MANY_TOKENS = (1, 16, 64, 128), (1024, 4096)
 if not ON_GPU:
     TIMED_SHARE, TIMED = 2, {"top_k": 2, "hidden_size": 2048, "intermediate_size": 128}
     FEW_TOKENS, MANY_TOKENS = (1, 16), (24,)
-#: Of the whole output, against float64: see the tests of the plugin.
-TOLERANCE = {"bf16": 1e-2, "fp8": 5e-2}
-#: What layers are pinned to.
-PINS = {"a2a_backend": "deepep", "runner_backend": "deep_gemm", "workloads": (DECODE, PREFILL)}
 
 
 def manager() -> BackendManager:
-    """The plugin beside the built-in one, whether installed or not."""
+    """The plugin beside the built-in ones, whether installed or not."""
     made = BackendManager()
-    made.register("torch", torch_plugin)
-    made.register("cuda_deepgemm", deepgemm)
+    for name, plugin in (("torch", torch_plugin), ("triton", triton_plugin), ("cuda_deepgemm", deepgemm)):
+        made.register(name, plugin)
     return made
 
 
@@ -63,26 +63,25 @@ class Wrong(Exception):
     """A check failed on some rank, and all ranks know it."""
 
 
-class Bench:
-    """This rank.
+def join() -> None:
+    """Begin the process group of all ranks."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if ON_GPU:
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if ON_GPU else None
+    dist.init_process_group(
+        "nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=device
+    )
 
-    Attributes:
-        timed: The layer that is timed.
-    """
+
+class Bench:
+    """This rank."""
 
     def __init__(self) -> None:
-        """Join the others."""
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if ON_GPU:
-            torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank) if ON_GPU else None
-        dist.init_process_group(
-            "nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=device
-        )
-        self.rank, size = dist.get_rank(), dist.get_world_size()
-        self.group = ExpertGroup(rank=self.rank, size=size, process_group=dist.group.WORLD)
+        """Find its place among the others."""
+        self.rank = dist.get_rank()
+        self.group = ExpertGroup(rank=self.rank, size=dist.get_world_size(), process_group=dist.group.WORLD)
         self.manager, self.environment = manager(), environment()
-        self.timed = LayerRequest(**TIMED, **PINS, num_experts=TIMED_SHARE * size, ep_size=size)
         self.stored: dict[LayerRequest, Any] = {}
         self.failed: list[str] = []
         self.started = time.perf_counter()
@@ -92,11 +91,20 @@ class Bench:
         if self.rank == 0:
             print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", flush=True)
 
-    def small(self, **fields: Any) -> LayerRequest:
+    def request(self, contender: Contender, **fields: Any) -> LayerRequest:
+        """A layer over all ranks; `fields` are said last."""
+        common = {"workloads": (DECODE, PREFILL), "ep_size": self.group.size}
+        return LayerRequest(**(common | contender.pins | fields))
+
+    def small(self, contender: Contender, **fields: Any) -> LayerRequest:
         """A layer for checks: experts do not divide by the ranks, and some of a token's may be of one rank."""
         size = self.group.size
         sizes = {"num_experts": 2 * size + 1, "top_k": size, "hidden_size": 2048, "intermediate_size": 256}
-        return LayerRequest(**(sizes | PINS | {"ep_size": size} | fields))
+        return self.request(contender, **(sizes | fields))
+
+    def timed(self, contender: Contender) -> LayerRequest:
+        """The layer that is timed."""
+        return self.request(contender, **TIMED, num_experts=TIMED_SHARE * self.group.size)
 
     def layer(self, request: LayerRequest) -> MoELayer:
         """A layer with random weights."""
@@ -127,9 +135,9 @@ class Bench:
     def routed(self, count: int) -> Tokens:
         """Tokens of the timed layer, made on the device."""
         generator = torch.Generator(DEVICE).manual_seed(self.rank)
-        hidden = torch.randn(count, self.timed.hidden_size, device=DEVICE, generator=generator).bfloat16()
-        scores = torch.rand(count, self.timed.num_experts, device=DEVICE, generator=generator)
-        weights, ids = scores.topk(self.timed.top_k, dim=1)
+        hidden = torch.randn(count, TIMED["hidden_size"], device=DEVICE, generator=generator).bfloat16()
+        scores = torch.rand(count, TIMED_SHARE * self.group.size, device=DEVICE, generator=generator)
+        weights, ids = scores.topk(TIMED["top_k"], dim=1)
         return hidden, ids, weights
 
     def error(self, request: LayerRequest, output: torch.Tensor, tokens: Any) -> float:
@@ -158,6 +166,8 @@ class Bench:
         except Wrong as error:
             self.say(str(error))
             self.failed.append(str(error))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         gc.collect()
 
     def time(self, call: Callable[[], Any], *, capture: bool, calls: int = CALLS, samples: int = SAMPLES) -> float:
@@ -173,8 +183,11 @@ class Bench:
             taken.append(ready.sample())
         return max(self.every_rank(statistics.median(taken)))
 
-    def compare(self, what: str, calls: Mapping[str, Callable[[], Any]], *, capture: bool) -> None:
+    def issue(self, call: Callable[[], Any]) -> float:
+        """Microseconds of the slowest rank's host, for a call that nothing waits for."""
+        dist.barrier()
+        return max(self.every_rank(issue_microseconds(call, DEVICE, ISSUED)))
+
+    def compare(self, what: str, calls: Mapping[str, Callable[[], Any]], timer: Callable[..., float]) -> None:
         """Times of several calls, said in one line."""
-        found = {name: self.time(call, capture=capture) for name, call in calls.items()}
-        times = ", ".join(f"{name} {value:.1f} us" for name, value in found.items())
-        self.say(f"{what}, {'graph' if capture else 'eager'}: {times}")
+        self.say(f"{what}: " + "; ".join(f"{name} {timer(call):.1f} us" for name, call in calls.items()))

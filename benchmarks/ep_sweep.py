@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from ep_bare import Normal
+from ep_contenders import DEEP_EP
 from ep_ranks import DEVICE, MANY_TOKENS, SWEEP_CALLS, SWEEP_SAMPLES, Bench
 
 from moe_core.tuning.timing import synchronize
@@ -21,10 +22,11 @@ def sweep_normal(bench: Bench) -> None:
     from deep_ep import Buffer, Config
 
     largest = Config(max(SMS), max(SENT), max(RECEIVED))
-    num_bytes = largest.get_nvl_buffer_size_hint(2 * bench.timed.hidden_size, bench.group.size)
+    request = bench.timed(DEEP_EP)
+    num_bytes = largest.get_nvl_buffer_size_hint(2 * request.hidden_size, bench.group.size)
     buffer = Buffer(group=bench.group.process_group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
     for count in reversed(MANY_TOKENS):
-        normal = Normal(buffer, bench.timed.num_experts, bench.routed(count))
+        normal = Normal(buffer, request.num_experts, bench.routed(count), (largest, largest))
         _, to, fro = min(_setting(bench, normal, *setting) for setting in itertools.product(SMS, RECEIVED))
         configs, most = (Config(*to), Config(*fro)), bench.group.size * count
         _say(bench, f"normal mode, {count} tokens, {to} {fro}", normal.layout)

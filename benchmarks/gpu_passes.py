@@ -4,9 +4,9 @@ Run: PYTHONPATH=.:plugins/cuda_deepgemm:SITE python benchmarks/gpu_passes.py [bf
 
 INDEX chooses one layer. Of the passes whose shape was chosen by measurement, other shapes are timed beside the one that
 is used: (values of a token, warps) for copies, (groups, warps, rows) for codes, (columns, rows) for the activation
-alone, (slots and blocks at a time, experts) for the sort; and what separate passes take that are one now. Times are
-those of replayed graphs of several calls. On a CPU the script runs on a tiny layer under Triton's interpreter, to be
-tried out.
+alone, (slots and blocks at a time, experts) for the sort, whether it begins while the launch in front of it ends for
+the ids; and what separate passes take that are one now. Times are those of replayed graphs of several calls. On a CPU
+the script runs on a tiny layer under Triton's interpreter, to be tried out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_core.kernels import ops
 from moe_core.kernels.checks import check_ids
 from moe_core.kernels.permute import max_rows
 from moe_core.kernels.triton import activation, permute, quantize, rounded_rows, rows, sort
+from moe_core.kernels.triton import ids as triton_ids
 from moe_core.kernels.triton.launch import Launches
 from moe_core.specs import TokenDtype
 from moe_core.tuning.ceilings import measure_ceilings
@@ -40,6 +41,14 @@ CODES = ((8, 2, 4), (8, 4, 4), (4, 1, 4), (2, 1, 4), (1, 1, 4), (16, 2, 4), (32,
 ACTIVATIONS = ((2048, 2), (1024, 2), (1024, 1))
 SORTS = ((256, 128, 8), (128, 512, 4), (128, 1024, 8), (64, 2048, 4))
 _COLUMN = TokenDtype("fp8", "column_128")
+
+
+@contextlib.contextmanager
+def id_shape(is_dependent: bool) -> Iterator[None]:
+    """Ids checked by a launch of the other kind."""
+    new = {"has_dependent_launches": lambda device: is_dependent, "_launches": Launches(triton_ids._checked_ids)}
+    with mock.patch.multiple(triton_ids, **new):
+        yield
 
 
 @contextlib.contextmanager
@@ -88,7 +97,9 @@ def passes(sizes: tuple[int, ...], dtype: str) -> Iterator[tuple[str, Callable[[
     groups = permutation.num_tokens_per_expert, permutation.group_ends, num_rows
     of_rows = ops.row_experts(*groups)
     yield "ids checked by torch", lambda: check_ids(ids, experts), None, ()
-    yield "ids", lambda: ops.checked_ids(ids, experts), None, ()
+    few = ids[:1]
+    yield "ids of one token", lambda: ops.checked_ids(few, experts), id_shape, (False,) if ON_GPU else ()
+    yield "ids", lambda: ops.checked_ids(ids, experts), id_shape, (False,) if ON_GPU else ()
     yield "sort", lambda: sort.permute(ids, experts, ALIGNMENT), sort_shape, SORTS if dtype == "fp8" else ()
     yield "experts of rows", lambda: ops.row_experts(*groups), None, ()
     first = torch.randn(num_rows, 2 * inner, device=DEVICE).bfloat16()

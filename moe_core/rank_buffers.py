@@ -108,14 +108,19 @@ class BufferRegistry(Generic[Geometry]):
         """Free the buffers of a group that no layer uses on any of its ranks; all ranks call this together.
 
         Layers go when Python collects them, which ranks do at different times, while a buffer goes on all ranks at
-        once: so it happens here, and when a buffer of another geometry is made.
+        once: so it happens here, and when a buffer of another geometry is made. A group without any buffer is
+        forgotten: held until the process ends, it may abort it then.
 
         Returns:
             How many were freed.
         """
         places = self._places(process_group)
         with places.lock:
-            return self._free_unused(process_group, places)
+            num_freed = self._free_unused(process_group, places)
+            if not places.kept:
+                with self._lock:
+                    self._groups.pop(process_group, None)
+            return num_freed
 
     def geometries(self) -> list[tuple[ProcessGroup, Geometry]]:
         """Every buffer that exists or is being made, for a `make` that must know of the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from typing import Any
 
 import attrs
@@ -82,6 +83,19 @@ def test_a_buffer_that_another_rank_uses_stays(registry: BufferRegistry[Any], mo
     monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: [mine, set()])
     assert registry.free_unused(ranks) == 0
     assert not buffer.freed
+
+
+def test_a_group_without_buffers_is_let_go(registry: BufferRegistry[Any]) -> None:
+    ranks: Any = Group()
+    known, kept = weakref.ref(ranks), registry.get(ranks, SMALL)
+    registry.free_unused(ranks)
+    assert registry.get(ranks, SMALL) is kept
+    del kept
+    assert registry.free_unused(ranks) == 1
+    assert registry.free_unused(ranks) == 0
+    del ranks
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.error_path

@@ -49,7 +49,7 @@ def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -
     torch_checks.check_id_dtype(topk_ids)
     from moe_core.kernels.triton import ids
 
-    with _on_device(topk_ids):
+    with on_device(topk_ids.device):
         return ids.checked_ids(topk_ids, num_slots, table)
 
 
@@ -364,7 +364,7 @@ def _has_triton() -> bool:
 
 def _uses_triton(tensor: Tensor) -> bool:
     # The compiler fuses torch's operations itself, and cannot look into launches.
-    return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+    return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton()
 
 
 @functools.cache

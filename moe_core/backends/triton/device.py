@@ -7,6 +7,8 @@ import functools
 import attrs
 import torch
 
+from moe_core.kernels.triton.launch import has_dependent_launches
+
 
 @attrs.frozen
 class Device:
@@ -36,6 +38,6 @@ def device_of(device: torch.device) -> Device:
     if device.type == "cpu":
         return _INTERPRETED
     properties = torch.cuda.get_device_properties(device)
-    is_hopper_or_later = properties.major >= 9
+    tma, pdl = properties.major >= 9, has_dependent_launches(device)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(shared_bytes, properties.multi_processor_count, tma=is_hopper_or_later, pdl=is_hopper_or_later)
+    return Device(shared_bytes, properties.multi_processor_count, tma=tma, pdl=pdl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,6 +21,14 @@ def divided_up(total: int, part: int) -> int:
 def power_of_two(least: int) -> int:
     """The smallest power of two from `least` on, at least 2."""
     return 1 << max(1, (least - 1).bit_length())
+
+
+@functools.cache
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether a launch may start while the one before it ends (see the package)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -55,14 +55,13 @@ class LowLatencyExchange:
         """
         request, token_dtype = plan.request, route.token_dtype
         self._ids = EvenIds(request, group.device)
-        self._num_local_experts, self._max_local_experts = (
-            len(request.local_slots(group.rank)),
-            request.max_local_experts,
-        )
+        self._num_local_experts = len(request.local_slots(group.rank))
+        self._num_missing = request.max_local_experts - self._num_local_experts
         geometry = low_latency_geometry(plan, route, self._ids.num_experts)
         self._capacity = geometry.capacity
-        #: Typical rows of an expert per token of a rank.
-        self._rows_per_token = group.size * request.top_k / request.num_slots
+        # Typical rows of an expert, for every number of tokens.
+        rows_per_token = group.size * request.top_k / request.num_slots
+        self._expected_rows = [max(1, round(count * rows_per_token)) for count in range(self._capacity + 1)]
         self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), geometry)
         buffer, packed = self._shared.buffer, token_dtype.scales == "ue8m0_128"
         form = {"use_fp8": token_dtype.dtype == "fp8", "round_scale": packed, "use_ue8m0": packed}
@@ -81,8 +80,9 @@ class LowLatencyExchange:
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[MaskedTokens, Sent]:
         """`[T, H]` of this rank -> blocks of rows `[L, M, H]` of its experts."""
-        receive, sent = self.send(hidden_states, topk_ids, topk_weights)
-        return receive(), sent
+        tokens, sent, wait = self._send(hidden_states, topk_ids, topk_weights)
+        wait()
+        return tokens, sent
 
     def send(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -92,45 +92,53 @@ class LowLatencyExchange:
         Raises:
             InputError: More tokens than the buffer has places for; nothing was sent.
         """
+        tokens, sent, wait = self._send(hidden_states, topk_ids, topk_weights)
+
+        def receive() -> MaskedTokens:
+            wait()
+            return tokens
+
+        return receive, sent
+
+    def _send(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[MaskedTokens, Sent, Callable[[], None]]:
+        """Where the tokens will be, what combine needs, and what waits for them."""
         num_tokens = hidden_states.shape[0]
         if num_tokens > self._capacity:
             raise InputError(f"{num_tokens} tokens on this rank, its buffer takes {self._capacity}; nothing was sent")
         ids = self._ids(topk_ids)
-        received, counts, handle, _, hook = self._dispatch(x=hidden_states.contiguous(), topk_idx=ids)
+        received, counts, handle, _, wait = self._dispatch(x=hidden_states.contiguous(), topk_idx=ids)
         rows, scales = received if isinstance(received, tuple) else (received, None)
         if self._is_nvfp4:
             rows, scales = blocks_of(rows, scales)
-
-        def receive() -> MaskedTokens:
-            hook()
-            return MaskedTokens(
-                hidden_states=self._of_experts(rows),
-                masked_m=self._of_experts(counts),
-                expected_m=max(1, round(num_tokens * self._rows_per_token)),
-                scales=None if scales is None else self._of_experts(scales),
-            )
-
-        return receive, Sent(handle, ids, topk_weights.float().contiguous())
+        tokens = MaskedTokens(
+            hidden_states=rows, masked_m=counts, expected_m=self._expected_rows[num_tokens], scales=scales
+        )
+        if self._num_missing:
+            self._leave_out_missing(tokens)
+        return tokens, Sent(handle, ids, topk_weights.float().contiguous()), wait
 
     def combine(self, rows: Tensor, sent: Sent) -> Tensor:
         """Unweighted rows `[L, M, H]` -> `[T, H]`."""
-        combined, _, hook = self._combine(
-            x=self._with_all_experts(rows), topk_idx=sent.topk_ids, topk_weights=sent.topk_weights, handle=sent.handle
+        blocks = self._with_missing(rows) if self._num_missing else rows.contiguous()
+        combined, _, wait = self._combine(
+            x=blocks, topk_idx=sent.topk_ids, topk_weights=sent.topk_weights, handle=sent.handle
         )
-        hook()
+        wait()
         return combined  # type: ignore[no-any-return]
 
-    def _of_experts(self, blocks: Tensor) -> Tensor:
-        """Those of this rank's experts, without the ones that fill up a smaller share."""
-        # A view of all of them would take the host some microseconds.
-        return blocks if self._num_local_experts == self._max_local_experts else blocks[: self._num_local_experts]
+    def _leave_out_missing(self, tokens: MaskedTokens) -> None:
+        """Only this rank's experts, without the ones that fill up a smaller share."""
+        # Views; of all of them they would take the host some microseconds.
+        own = slice(self._num_local_experts)
+        tokens.hidden_states, tokens.masked_m = tokens.hidden_states[own], tokens.masked_m[own]
+        if tokens.scales is not None:
+            tokens.scales = tokens.scales[own]
 
-    def _with_all_experts(self, rows: Tensor) -> Tensor:
+    def _with_missing(self, rows: Tensor) -> Tensor:
         """Blocks also for the experts that fill up a smaller share; nothing reads what is in them."""
-        num_missing = self._max_local_experts - self._num_local_experts
-        if not num_missing:
-            return rows.contiguous()
-        whole = rows.new_empty((rows.shape[0] + num_missing, *rows.shape[1:]))
+        whole = rows.new_empty((rows.shape[0] + self._num_missing, *rows.shape[1:]))
         whole[: rows.shape[0]] = rows
         return whole
 

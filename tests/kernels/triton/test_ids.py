@@ -29,3 +29,9 @@ def test_ids_are_those_of_torch(size: tuple[int, int], dtype: torch.dtype, with_
 def test_ids_that_are_as_wanted_are_not_copied() -> None:
     ids = torch.tensor([[0, 8], [-1, 3]], device=DEVICE)
     assert triton_ids.checked_ids(ids, 9) is ids
+
+
+def test_one_token_may_have_any_stride() -> None:
+    # Contiguous, as one row is, wherever the next one would be.
+    ids = torch.arange(40, dtype=torch.int32, device=DEVICE).view(2, 20)[1:, 3:11]
+    assert triton_ids.checked_ids(ids, 40).tolist() == [list(range(23, 31))]

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.triton import launch, sort_kernels
 from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
+from moe_core.kernels.triton.ids import checked_ids
 from moe_core.kernels.triton.one_token import OneToken
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile, VectorTile
@@ -83,6 +84,22 @@ class _Layer:
 
 def _one_token(params: dict[str, Any], tile: Tile) -> OneToken:
     return OneToken(*_weights(params), SWIGLU, (VectorTile(4, 32), VectorTile(8, 32)))
+
+
+def _ids(params: dict[str, Any], tile: Tile) -> Callable[..., None]:
+    """Ids checked, below several limits and by several tables."""
+    table = torch.arange(EXPERTS, device=DEVICE)
+    tables = None, table, _shifted(table), table.int()
+
+    def call(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        # One token is contiguous, whatever its stride.
+        one = ids.repeat(1, 8)[:1, :TOP_K]
+        for given in (ids, ids[:1], one, ids[:, :1], ids.repeat(16, 1).T.contiguous().T):
+            for names in tables:
+                checked_ids(given, EXPERTS, names)
+            checked_ids(given, 16)
+
+    return call
 
 
 def _case(tokens: int) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
@@ -261,7 +278,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], set[Any]]:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests see wrong kernels there")
-@pytest.mark.parametrize(("make", "tokens"), [(_Layer, 3), (_one_token, 1)])
+@pytest.mark.parametrize(("make", "tokens"), [(_Layer, 3), (_one_token, 1), (_ids, 3)])
 def test_what_triton_looks_at_changes_the_key(make: Any, tokens: int, seen: dict[tuple[Any, ...], set[Any]]) -> None:
     params, arguments = _case(tokens)
     subject = make(params, TILES[0])
