@@ -41,6 +41,7 @@ CELLS = (
     "byte:qwen3-30b-a3b:16,64,256,2048",
     "half:deepseek-v3:2048,8192",
     "byte:deepseek-v3:16,64,256",
+    "byte_weight:qwen3-30b-a3b:16,64,256,512,2048",
 )
 #: Both results are rounded to bf16; codes are equal.
 TOLERANCE = 8e-3
@@ -53,7 +54,8 @@ def candidates(operands: str, second: bool) -> Iterator[Tile]:
     for tile in _cut(operands):
         # The first GEMM reads two rows of weights per output.
         tile = attrs.evolve(tile, n=tile.n if second else tile.n // 2)
-        stage = tile.k * (tile.m + tile.n * (1 if second else 2)) * (1 if operands == "byte" else 2)
+        row_bytes, weight_bytes = (1 if operands == "byte" else 2), (2 if operands == "half" else 1)
+        stage = tile.k * (tile.m * row_bytes + tile.n * (1 if second else 2) * weight_bytes)
         if stage * tile.num_stages > _FULL_SHARED - 1024:
             continue
         yield tile
@@ -73,6 +75,14 @@ def _cut(operands: str) -> Iterator[Tile]:
                     for swap in swaps if n >= 64 else (False,):
                         yield from (Tile(m, n, 128, 8 if n == 256 else 4, s, swap, tma) for s in stages)
         yield from (Tile(128, n, 128, 8, s, tma=True) for n in (128, 256) for s in (3, 4))
+        return
+    if operands == "byte_weight":
+        # They are decoded on their way, so that the bulk copy engine is of no use; eight warps: see the table.
+        for m in (16, 32, 64, 128):
+            for n in (64, 128):
+                for k, depths in ((64, (3, 4, 6)), (128, (2, 3, 4))):
+                    yield from (Tile(m, n, k, 4, s, swap) for s in depths for swap in (False, True))
+        yield from (Tile(m, n, 64, 8, s) for m in (64, 128) for n in (128, 256) for s in (3, 4))
         return
     for m in (16, 32):
         for n in (64, 128):
@@ -98,13 +108,14 @@ class Problem:
         sizes = SHAPES[shape]
         self.experts, self.top_k = sizes.num_experts, sizes.top_k
         self.hidden, self.inner = sizes.hidden_size, sizes.intermediate_size
-        self.byte, self.device = operands == "byte", device
+        self.operands, self.device = operands, device
         slots = tokens * self.top_k
         self.weights = (
             self._weight(2 * self.inner, self.hidden),
             self._weight(self.hidden, self.inner),
         )
-        gemm = functools.partial(GroupedGemm, row_group=_BLOCK if self.byte else 0, multiprocessors=multiprocessors)
+        row_group = _BLOCK if operands == "byte" else 0
+        gemm = functools.partial(GroupedGemm, row_group=row_group, multiprocessors=multiprocessors)
         self.gemms = gemm(self.weights[0], activation=SWIGLU), gemm(self.weights[1])
         self.rows = [self._operand(tokens, self.hidden), self._operand(slots, self.inner)]
         self.ids = torch.empty(tokens, self.top_k, dtype=torch.int64, device=device)
@@ -115,11 +126,19 @@ class Problem:
 
     def _weight(self, rows: int, columns: int) -> GroupedWeight:
         shape = (self.experts, rows, columns)
-        if not self.byte:
+        if self.operands == "half":
             data = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
             for part in data if self.device == "cuda" else ():
                 part.normal_(std=columns**-0.5)
             return GroupedWeight(data=data)
+        if self.operands == "byte_weight":
+            data = torch.empty(shape, dtype=torch.int8, device=self.device)
+            scale = torch.empty(self.experts, rows, 1, device=self.device)
+            if self.device == "cuda":
+                # The root mean square of such codes is 73.6.
+                data.random_(-127, 128)
+                scale.uniform_(0.5, 1.5).mul_(columns**-0.5 / 73.6)
+            return GroupedWeight(data=data, scale=scale, block=(1, 0))
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         scale = torch.empty(self.experts, rows // _BLOCK, columns // _BLOCK, device=self.device)
         if self.device == "cuda":
@@ -131,9 +150,9 @@ class Problem:
     def _operand(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.device == "cuda":
             values = torch.randn(rows, columns, device=self.device).bfloat16()
-            return quantize_rows(values, torch.float8_e4m3fn, _BLOCK) if self.byte else (values, None)
-        dtype = torch.float8_e4m3fn if self.byte else torch.bfloat16
-        scale = torch.empty(rows, columns // _BLOCK, device=self.device) if self.byte else None
+            return quantize_rows(values, torch.float8_e4m3fn, _BLOCK) if self.operands == "byte" else (values, None)
+        dtype = torch.float8_e4m3fn if self.operands == "byte" else torch.bfloat16
+        scale = torch.empty(rows, columns // _BLOCK, device=self.device) if self.operands == "byte" else None
         return torch.empty(rows, columns, dtype=dtype, device=self.device), scale
 
     def _out(self, rows: int, columns: int) -> torch.Tensor:
@@ -160,7 +179,8 @@ class Problem:
         source = values[mine if second else (order[mine] // self.top_k)]
         weight, factor = self.weights[second].data[expert].float(), self.weights[second].scale
         if factor is not None:
-            weight *= factor[expert].repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+            block = [size // blocks for size, blocks in zip(weight.shape, factor.shape[1:], strict=True)]
+            weight *= factor[expert].repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         result = source @ weight.T
         if not second:
             gate, up = result.chunk(2, dim=-1)

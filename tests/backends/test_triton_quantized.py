@@ -14,9 +14,21 @@ from triton_layers import output, triton_layer
 
 from moe_core import LayerRequest
 from moe_core.activation import SWIGLU
-from moe_core.quant import FP8_BLOCK128, LayerQuant, QuantScheme
+from moe_core.backends.triton.tiles import MEASURED
+from moe_core.quant import (
+    BF16,
+    FP8_BLOCK128,
+    FP8_BLOCK128_W8A16,
+    MXFP4_W4A16,
+    W4A16_INT4_G128,
+    W8A8_INT8,
+    W8A16_INT8,
+    LayerQuant,
+    QuantScheme,
+)
 
 pytest.importorskip("triton", reason="needs triton")
+from moe_core.backends.triton.weights import operands_of
 
 SCHEMES = {
     name: QUANTS[name]
@@ -63,21 +75,47 @@ def _exact(tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any]) -> torch.T
     return out
 
 
+def _request(quant: LayerQuant, **fields: Any) -> LayerRequest:
+    sizes: dict[str, Any] = {"num_experts": 3, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
+    return LayerRequest(quant=quant, runner_backend="triton", **(sizes | fields))
+
+
 @pytest.mark.parametrize(("name", "a2a_backend"), CASES)
 def test_scheme(name: str, a2a_backend: str) -> None:
     quant = SCHEMES[name]
-    request = LayerRequest(
-        num_experts=3,
-        top_k=2,
-        hidden_size=256,
-        intermediate_size=192 if name.endswith("cut") else 128,
-        quant=quant,
-        runner_backend="triton",
-        a2a_backend=a2a_backend,
-    )
+    request = _request(quant, a2a_backend=a2a_backend, intermediate_size=192 if name.endswith("cut") else 128)
     tensors, meaning = random_quantized(request)
     hidden, _, weights = random_tokens(request, 4)
     ids = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]])
     got = output(triton_layer(request, tensors), (hidden, ids, weights))
     tolerance = FP8_TOLERANCE if quant.w13.activation_dtype == "fp8" else TOLERANCE
     assert relative_error(got, _exact((hidden, ids, weights), meaning)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [*((rows, "w8a16_int8") for rows in MEASURED["byte_weight"]), (24, "mxfp8_w8a16"), (48, "int8_groups")],
+)
+def test_every_tile_of_8_bit_weights_beside_floats(rows: float, name: str) -> None:
+    # An expert's share of the rows is as many as these tiles are for at most, or beyond all others.
+    request = _request(QUANTS[name], num_experts=2, top_k=1)
+    tensors, meaning = random_quantized(request)
+    tokens = random_tokens(request, 2 * int(min(rows, 97)))
+    assert relative_error(output(triton_layer(request, tensors), tokens), _exact(tokens, meaning)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("w13", "w2", "operands"),
+    [
+        (BF16, BF16, "half"),
+        (FP8_BLOCK128, W8A8_INT8, "byte"),
+        (W8A16_INT8, FP8_BLOCK128_W8A16, "byte_weight"),
+        (FP8_BLOCK128, FP8_BLOCK128_W8A16, "byte_weight"),
+        (W4A16_INT4_G128, W8A16_INT8, "narrow"),
+        (MXFP4_W4A16, MXFP4_W4A16, "narrow"),
+        # A tile of the second takes two bytes per value.
+        (W8A16_INT8, BF16, "narrow"),
+    ],
+)
+def test_what_is_multiplied(w13: QuantScheme, w2: QuantScheme, operands: str) -> None:
+    assert operands_of(w13, w2) == operands

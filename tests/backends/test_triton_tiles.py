@@ -11,7 +11,7 @@ LARGE, SMALL = 227 << 10, 99 << 10
 
 
 def _bytes(table: TileTable, tile: object, halves: int) -> int:
-    sizes = {"half": (2, 2), "byte": (1, 1), "narrow": (2, 1)}[table.operands]
+    sizes = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}[table.operands]
     return tile.num_stages * tile.k * (tile.m * sizes[0] + tile.n * halves * sizes[1])  # type: ignore[attr-defined]
 
 
@@ -30,6 +30,11 @@ def test_more_rows_per_expert_take_larger_tiles() -> None:
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=True)
     rows = [table.choose(mean)[0].m for mean in (1, 8, 8.1, 24, 48, 49, 1000)]
     assert rows == [16, 16, 32, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("operands", ["byte_weight", "narrow"])
+def test_weights_that_are_decoded_are_swapped_with_four_warps_only(operands: str) -> None:
+    assert all(tile.num_warps == 4 for pair in MEASURED[operands].values() for tile in pair if tile.swap)
 
 
 def test_no_descriptors_where_the_device_or_the_weights_have_none() -> None:

@@ -27,7 +27,7 @@ from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import GroupedWeight
-from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, W4A16_INT4_G128, W8A8_INT8
+from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, MXFP8_W8A16, W4A16_INT4_G128, W8A8_INT8, W8A16_INT8
 from moe_core.specs import TokenDtype
 from moe_core.weights.expected import expected_tensors
 
@@ -36,6 +36,8 @@ LAYERS = {
     BF16: (1, 5, 150, 900),
     FP8_BLOCK128: (5, 150),
     W8A8_INT8: (150,),
+    W8A16_INT8: (32, 64),
+    MXFP8_W8A16: (32,),
     MXFP4_W4A16: (5,),
     W4A16_INT4_G128: (5, 150),
 }

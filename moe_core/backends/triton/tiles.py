@@ -15,9 +15,11 @@ from moe_core.kernels.triton.tiles import Tile, VectorTile
 #: Tiles of the first and of the second projection; both have the same number of rows.
 TilePair: TypeAlias = tuple[Tile, Tile]
 
-#: What is multiplied: 16-bit floats on both sides, 8-bit codes on both, or floats and weights stored in fewer bits.
-OPERANDS = ("half", "byte", "narrow")
-_BYTES = {"half": (2, 2), "byte": (1, 1), "narrow": (2, 1)}
+#: What both projections multiply: 16-bit floats on both sides; 8-bit codes on both; floats, or codes in one projection,
+#: and weights of 8-bit codes; floats and weights of 4-bit codes, or mixtures with other weights.
+OPERANDS = ("half", "byte", "byte_weight", "narrow")
+#: Bytes of a value that a tile of rows, and one of weights, takes in shared memory.
+_BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}
 
 
 #: Most rows per expert, on average, and the tiles that are best up to there; H100, 2026-11-28 (docs/benchmarks.md).
@@ -40,7 +42,15 @@ MEASURED: dict[str, dict[float, TilePair]] = {
             Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
         ),
     },
-    # Swapped only with four warps: with eight and 64 rows Triton 3.6 computed int4 weights wrongly.
+    # Weights that are decoded are swapped only with four warps: with eight, Triton 3.6 computed int4 ones wrongly, now
+    # and then. That leaves 7 % at 512 rows per expert.
+    "byte_weight": {
+        8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        24: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
+        48: (Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 64, 4, 4)),
+        96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+        math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+    },
     "narrow": {
         8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
         24: (Tile(32, 32, 64, 4, 4, swap=True), Tile(32, 64, 64, 4, 4, swap=True)),

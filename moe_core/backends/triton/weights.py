@@ -82,4 +82,6 @@ def operands_of(w13: QuantScheme, w2: QuantScheme) -> str:
     """The word of `tiles.OPERANDS` for a layer."""
     if not (w13.is_quantized or w2.is_quantized):
         return "half"
-    return "byte" if w13.activation_dtype != "same" and w2.activation_dtype != "same" else "narrow"
+    if w13.activation_dtype != "same" and w2.activation_dtype != "same":
+        return "byte"
+    return "byte_weight" if w13.weight_dtype in _CODES and w2.weight_dtype in _CODES else "narrow"
