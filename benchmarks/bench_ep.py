@@ -4,9 +4,10 @@ Run: python -m torch.distributed.run --nproc-per-node N benchmarks/bench_ep.py [
 
 N is 2, 4 or 8: the numbers of ranks that DeepEP's normal mode takes. Times are those of the slowest rank, of everything
 beside everything else in one run. What needs no host is timed by replays of a CUDA graph of several calls, and all of
-it by a clock around several calls. `ep_contenders` says which dispatchers there are. Without GPUs all but captures can
-be tried out on a small layer, over the emulated libraries of the plugin's tests: put `plugins/cuda_deepgemm` and its
-`tests/support` into PYTHONPATH, and for the times the folder of the vendor's `deep_ep` into MOE_PLUGIN_DEEPEP_VENDOR.
+it by a clock around several calls. `ep_contenders` says which dispatchers there are. Without GPUs all but captures of
+DeepEP's can be tried out on a small layer, over the emulated libraries of the plugin's tests: put
+`plugins/cuda_deepgemm` and its `tests/support` into PYTHONPATH, and for the times the folder of the vendor's `deep_ep`
+into MOE_PLUGIN_DEEPEP_VENDOR.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ep_ranks import DECODE, ON_GPU, Bench, join
 from ep_sweep import sweep_normal
 from ep_times import time_everything
 from moe_plugin_deepgemm.deepep_buffers import BUFFERS
+
+from moe_core.backends.triton import peer_memory
 
 
 def measure(only: str | None) -> int:
@@ -53,7 +56,8 @@ def measure(only: str | None) -> int:
         bench.run(ep_checks.check_buffers)
     bench.say(f"done: {len(bench.failed)} failed")
     gc.collect()
-    BUFFERS.free_unused(bench.group.require_process_group("the benchmark"))
+    for buffers in (BUFFERS, peer_memory.BUFFERS):
+        buffers.free_unused(bench.group.require_process_group("the benchmark"))
     return len(bench.failed)
 
 

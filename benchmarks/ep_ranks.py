@@ -36,7 +36,8 @@ CALLS, SAMPLES = (20, 9) if ON_GPU else (1, 1)
 SWEEP_CALLS, SWEEP_SAMPLES = (8, 5) if ON_GPU else (1, 1)
 #: Calls that the host issues without waiting.
 ISSUED = 500 if ON_GPU else 2
-DECODE, PREFILL = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU), Workload(phase="prefill")
+DECODE = Workload(phase="decode", max_tokens=128, graph_capture=ON_GPU)
+PREFILL = Workload(phase="prefill", max_tokens=4096)
 #: Experts of each rank of the layer that is timed, and its other sizes: on eight ranks those of a large model's layer.
 TIMED_SHARE, TIMED = 32, {"top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
 #: Tokens per rank in decode, and in prefill.

@@ -235,12 +235,12 @@ def check_described(environment: Environment, plugins: Iterable[PluginSpec]) -> 
     known = (*DEVICE_TYPES, *(device for plugin in plugins for device in plugin.device_types))
     require_word(device, known, f"{where} 'device_type'")
     is_cudas = _CUDA_ARCH.fullmatch(arch) is not None
-    if not arch or (device == "cuda" and is_cudas):
-        return
     archs = _archs_named(plugins)
     named = archs.get(device, ())
-    others = ["cuda"] * is_cudas + [other for other, of_other in archs.items() if arch in of_other and other != device]
-    if others and arch not in named:
+    if not arch or arch in named or (device == "cuda" and is_cudas):
+        return
+    others = ["cuda"] * is_cudas + [other for other, of_other in archs.items() if arch in of_other]
+    if others:
         raise SpecError(f"{where} 'arch': {arch!r} is a generation of {others[0]}, 'device_type' is {device!r}")
     if device == "cuda":
         form = f"expected sm and the compute capability, such as {', '.join(named) or 'sm90'}"

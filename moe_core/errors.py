@@ -33,8 +33,8 @@ def in_a_line(error: BaseException) -> str:
 
 
 #: How torch's allocators say what was wanted, and what there was.
-_WANTED = re.compile(r"tried to allocate (?:more than )?([\d.]+) ?([A-Za-z]+)", re.IGNORECASE)
-_FREE = re.compile(r"([\d.]+ [KMGT]?i?B)(?: is)? free")
+_WANTED = re.compile(r"tried to allocate (?:more than )?(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.IGNORECASE)
+_FREE = re.compile(r"(\d+(?:\.\d+)? [KMGT]?i?B)(?: is)? free")
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -58,7 +58,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def _size(number: str, unit: str) -> str:
-    return f"{int(number) / (1 << 30):.2f} GiB" if unit == "bytes" else f"{number} {unit}"
+    return f"{float(number) / (1 << 30):.2f} GiB" if unit == "bytes" else f"{number} {unit}"
 
 
 def harmless(text: str, most: int = 0) -> str:

@@ -41,7 +41,7 @@ def spec_reasons(
     if isinstance(spec, RunnerSpec):
         reasons += _runner_reasons(spec, request)
     else:
-        reasons += _dispatcher_reasons(spec, request)
+        reasons += _dispatcher_reasons(spec, request, workload)
     if isinstance(spec, DispatcherSpec) or spec.format == "fused":
         reasons += _token_reasons(spec, request)
     return tuple(reasons)
@@ -160,7 +160,9 @@ def _limit_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, wor
             yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint, limit.field)
 
 
-def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest) -> Iterator[Reason]:
+def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
+    if spec.needs_max_tokens and workload.max_tokens is None:
+        yield Reason("limit", "max_tokens", "any number of tokens", "declare Workload(max_tokens=...)", "max_tokens")
     if request.dtype not in spec.dtypes:
         yield Reason("dtype", f"layer dtype {' or '.join(spec.dtypes)}", request.dtype)
     if request.weight_on_input and spec.format != "standard" and not spec.weight_on_input:

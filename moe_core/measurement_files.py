@@ -182,7 +182,7 @@ def _read_time(data: JsonValue) -> Time:
     if not isinstance(data.content, list):
         return Time(data.above_zero())
     numbers = [number.above_zero() for number in data.elements()]
-    if len(numbers) != 3 or numbers[1] > numbers[2]:
+    if len(numbers) != 3 or not numbers[1] <= numbers[0] <= numbers[2]:
         raise SpecError(f"{data.place}: expected [median, low quartile, high quartile], got {numbers}")
     median, low, high = numbers
     return Time(median, (low, high))

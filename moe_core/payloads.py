@@ -36,12 +36,14 @@ class StandardTokens:
             and its token must not be read through it).
         topk_weights: `[T, K]`, used as fp32.
         scales: Scales of quantized tokens, None otherwise.
+        expected_m: Typical rows of each expert, a tuning hint only; None = as if every slot had an expert here.
     """
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     scales: Tensor | None = None
+    expected_m: int | None = None
 
 
 @attrs.define(eq=False, kw_only=True)

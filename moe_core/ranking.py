@@ -1,7 +1,8 @@
 """The order among feasible candidates, and what put each one in its place.
 
 Prefer, then measurements, then the declared tier, then (on one rank) tokens as they came before permuted ones, then
-what never makes the host wait, then the name. Registration and import order never count.
+what never makes the host wait, then (on several ranks, for few tokens) tokens as they came again, then the name.
+Registration and import order never count.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS
 
 _MEASURED = "measured"
+#: Phases whose forwards have few tokens.
+_FEW_TOKENS = ("decode", "verify")
 
 
 class _Place(NamedTuple):
@@ -28,25 +31,27 @@ class _Place(NamedTuple):
     preference: tuple[int, ...]
     microseconds: float
     tier: int
-    permutes: bool
+    permutes_alone: bool
     waits: bool
+    permutes_few: bool
     name: str
 
 
 def rank(
     feasible: Sequence[tuple[Candidate, DtypeChoice]],
     request: LayerRequest,
+    phase: str,
     num_tokens: int | None,
     environment: Environment,
     measurements: MeasurementTable,
 ) -> tuple[Ranked, ...]:
     """Best first; each with the criterion that set it apart from the next one.
 
-    `num_tokens` is the count for which measured times are looked up, None for an order without them. They rank only if
-    the candidate that the tiers would choose was measured too: a slow kernel that happens to have been timed must not
-    win over a faster one that was not.
+    `phase` is the workload's. `num_tokens` is the count for which measured times are looked up, None for an order
+    without them. They rank only if the candidate that the tiers would choose was measured too: a slow kernel that
+    happens to have been timed must not win over a faster one that was not.
     """
-    by_tier = sorted(((_place(c, request), c, dtype) for c, dtype in feasible), key=lambda entry: entry[0])
+    by_tier = sorted(((_place(c, request, phase), c, dtype) for c, dtype in feasible), key=lambda entry: entry[0])
     found = measurements.lookup(request, environment, [candidate for _, candidate, _ in by_tier], num_tokens)
     usual = found[0] if found else None
     found = [time if time and usual and time.is_comparable(usual) else None for time in found]
@@ -68,13 +73,13 @@ def rank(
         )
         for _, candidate, dtype, time in ordered
     )
-    return set_apart(tuple(ranked), request)
+    return set_apart(tuple(ranked), request, phase)
 
 
-def set_apart(ranked: Sequence[Ranked], request: LayerRequest) -> tuple[Ranked, ...]:
+def set_apart(ranked: Sequence[Ranked], request: LayerRequest, phase: str) -> tuple[Ranked, ...]:
     """The same order, each entry with what sets it apart from its neighbour here; for an order that lost entries."""
     places = [
-        _place(entry.candidate, request)._replace(microseconds=_infinite_if_none(entry.microseconds))
+        _place(entry.candidate, request, phase)._replace(microseconds=_infinite_if_none(entry.microseconds))
         for entry in ranked
     ]
     return tuple(
@@ -82,9 +87,9 @@ def set_apart(ranked: Sequence[Ranked], request: LayerRequest) -> tuple[Ranked, 
     )
 
 
-def by_tier(candidates: Iterable[Candidate], request: LayerRequest) -> list[Candidate]:
+def by_tier(candidates: Iterable[Candidate], request: LayerRequest, phase: str) -> list[Candidate]:
     """The order if no time counts."""
-    return sorted(candidates, key=lambda candidate: _place(candidate, request))
+    return sorted(candidates, key=lambda candidate: _place(candidate, request, phase))
 
 
 def is_users_order(ranked: Sequence[Ranked]) -> bool:
@@ -92,13 +97,16 @@ def is_users_order(ranked: Sequence[Ranked]) -> bool:
     return any(entry.because == "prefer" or entry.because.startswith(_MEASURED) for entry in ranked)
 
 
-def _place(candidate: Candidate, request: LayerRequest) -> _Place:
+def _place(candidate: Candidate, request: LayerRequest, phase: str) -> _Place:
     tier = -TIERS.index(candidate.runner.spec.tier)
-    # One rank has no tokens to move: what neither permutes nor pads them does less.
-    permutes = request.ep_size == 1 and candidate.runner.spec.format in ("contiguous", "masked")
+    permutes, is_alone = candidate.runner.spec.format in ("contiguous", "masked"), request.ep_size == 1
+    # One rank has no tokens to move: what neither permutes nor pads them does less. Of tokens of other ranks this
+    # counts where they are few.
+    permutes_few = permutes and not is_alone and phase in _FEW_TOKENS
     parts = (candidate.runner, candidate.dispatcher)
     waits = not all(part.spec.graph_safe for part in parts if part is not None)
-    return _Place(_preference(candidate, request), math.inf, tier, permutes, waits, candidate.full_name)
+    preference, name = _preference(candidate, request), candidate.full_name
+    return _Place(preference, math.inf, tier, permutes and is_alone, waits, permutes_few, name)
 
 
 def _infinite_if_none(microseconds: float | None) -> float:
@@ -130,8 +138,10 @@ def _because(index: int, places: list[_Place], provenance: str) -> str:
         return provenance or "not measured"
     if place.tier != neighbour.tier:
         return f"tier {TIERS[-place.tier]}"
-    if place.permutes != neighbour.permutes:
-        return "permutes tokens on one rank" if place.permutes else "no permutation on one rank"
+    if place.permutes_alone != neighbour.permutes_alone:
+        return "permutes tokens on one rank" if place.permutes_alone else "no permutation on one rank"
     if place.waits != neighbour.waits:
         return "the host may wait for the device" if place.waits else "the host never waits for the device"
+    if place.permutes_few != neighbour.permutes_few:
+        return "permutes few tokens" if place.permutes_few else "no permutation of few tokens"
     return "tie broken by name"

@@ -137,7 +137,7 @@ def _decide(
             pairs.append(report)
             if dtype is not None:
                 feasible.append((candidate, dtype))
-        ranked = rank(feasible, request, workload.max_tokens, environment, measurements)
+        ranked = rank(feasible, request, workload.phase, workload.max_tokens, environment, measurements)
         return WorkloadDecision(workload=workload, specs=specs, pairs=tuple(pairs), ranked=ranked)
 
     pins = request.pins(workload)

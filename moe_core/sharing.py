@@ -75,7 +75,7 @@ def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, reque
     left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
     is_outranked = decision.ranked[0] not in kept
     is_news = is_outranked or len(request.workloads) > 1
-    ranked = set_apart(kept, request)
+    ranked = set_apart(kept, request, decision.workload.phase)
     if not is_outranked:
         # It was first before, for the reason that it had then.
         ranked = (decision.ranked[0], *ranked[1:])

@@ -200,6 +200,7 @@ class DispatcherSpec(_Part):
         phases: Workload phases it serves.
         graph_safe: No host synchronisation and no shape that depends on data.
         deterministic: Equal calls give equal bits.
+        needs_max_tokens: Whether it makes room for all tokens beforehand, so that a workload has to say how many.
         down_gemm_overlap: Whether combine may begin while the second projection runs; its tokens then bring a
             `payloads.DownGemmOverlap` along.
     """
@@ -215,6 +216,7 @@ class DispatcherSpec(_Part):
     dtypes: tuple[str, ...] = attrs.field(
         default=FLOAT_DTYPES, converter=as_sorted_tuple, validator=[each_one_of(*FLOAT_DTYPES), _not_empty]
     )
+    needs_max_tokens: bool = attrs.field(default=False, validator=instance_of(bool))
 
     @binder.validator
     def _check_binder(self, attribute: attrs.Attribute[str], value: object) -> None:

@@ -47,7 +47,7 @@ def lanes_of(
             attrs.evolve(
                 decision,
                 workload=attrs.evolve(decision.workload, max_tokens=last),
-                ranked=rank(able, request, asked, environment, measurements),
+                ranked=rank(able, request, decision.workload.phase, asked, environment, measurements),
                 min_tokens=first,
                 notes=(*decision.notes, *(_gap(counts, first) if first > decision.min_tokens else ())),
             )
@@ -119,7 +119,7 @@ def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[Work
     ranges: list[WorkloadDecision] = []
     for lane in lanes:
         before = ranges[-1].ranked[0] if ranges else None
-        usual = before.candidate if before else by_tier((entry.candidate for entry in lane.ranked), request)[0]
+        usual = before.candidate if before else _usual(lane, request)
         chosen = _chosen(lane, usual)
         lane = _with_first(lane, chosen)
         if before is None:
@@ -132,6 +132,10 @@ def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[Work
         else:
             ranges.append(attrs.evolve(lane, notes=(*lane.notes, _why(lane, before))))
     return ranges
+
+
+def _usual(lane: WorkloadDecision, request: LayerRequest) -> Candidate:
+    return by_tier((entry.candidate for entry in lane.ranked), request, lane.workload.phase)[0]
 
 
 def _chosen(lane: WorkloadDecision, usual: Candidate) -> Ranked:

@@ -86,6 +86,14 @@ def test_a_described_generation_that_may_exist(device: str, arch: str) -> None:
     assert resolve([_declared(), shipped_torch()], request(), described).is_feasible
 
 
+def test_a_generation_that_a_plugin_names_for_the_device_type_is_known_whatever_its_form() -> None:
+    # Another device type has one of this name, too.
+    named = {"devices": ("cuda",), "archs": ("z1",)}
+    own = plugin(dispatchers=[dispatcher(**named)], runners=[runner(**named)])
+    described = Environment(device_type="cuda", arch="z1", source="machine.json")
+    assert resolve([_declared(), own], request(), described).is_feasible
+
+
 @pytest.mark.parametrize("has_module", [True, False])
 def test_a_machine_with_a_device_type_of_its_own(monkeypatch: pytest.MonkeyPatch, has_module: bool) -> None:
     def module_of(device: str) -> object:

@@ -67,6 +67,8 @@ OLDER_TEXT = "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB to
         (torch.OutOfMemoryError("Tried to allocate more than 1EB memory."), "out of memory: 1 EB were asked for"),
         (torch.OutOfMemoryError("no more"), "out of memory"),
         (MemoryError(), "out of memory"),
+        (RuntimeError("tried to allocate 1610612736.0 bytes"), "out of memory: 1.50 GiB were asked for"),
+        (RuntimeError("tried to allocate ... bytes"), ""),
         (RuntimeError("a kernel failed"), ""),
         (ValueError("Tried to allocate 2 GiB"), ""),
         (PluginError("plugin 'a': CUDA out of memory. Tried to allocate 2.00 GiB"), ""),

@@ -171,6 +171,8 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         (_data(times={"a": {TORCH: {"1": 10**400}}}), "expected a number > 0, got 1000"),
         (_data(times={"a": {TORCH: {"1": [1, 2]}}}), "expected [median, low quartile, high quartile], got"),
         (_data(times={"a": {TORCH: {"1": [2, 3, 1]}}}), "got [2.0, 3.0, 1.0]"),
+        (_data(times={"a": {TORCH: {"1": [4, 1, 3]}}}), "got [4.0, 1.0, 3.0]"),
+        (_data(times={"a": {TORCH: {"1": [1, 2, 3]}}}), "got [1.0, 2.0, 3.0]"),
         (_data(times={"a": {TORCH: {"1": [2, 0, 3]}}}), f'times.a["{TORCH}"]["1"][1]: expected a number > 0, got 0'),
         (_data(times={"a": {TORCH: {"zero": 1}}}), f'times.a["{TORCH}"]: expected token counts from 1 to below'),
         (_data(times={"a": {TORCH: {"0": 1}}}), "expected token counts from 1"),

@@ -6,11 +6,12 @@ from typing import Any
 
 import attrs
 import pytest
-from fakes import CPU, DECODE, PREFILL_AND_DECODE, SM90, decide, request
+from fakes import CPU, DECODE, PREFILL_AND_DECODE, SM90, chosen, decide, dispatcher, plugin, request, runner
 
 from moe_core.environment import Environment
 from moe_core.findings import Reason
 from moe_core.misses import Miss, Misses, compact, relevant
+from moe_core.request import Workload
 
 WITHOUT_DEEP_GEMM = attrs.evolve(SM90, packages={"torch": "2.11.0", "deep_ep": "1.2.1"})
 
@@ -62,6 +63,17 @@ def test_a_size_of_the_model_is_the_models() -> None:
     (text,) = [text for text in _texts(misses.model) if "top_k" in text]
     assert text.startswith("cuda_deepgemm:deepep.low_latency: limit: needs top_k <= 11")
     assert not any("top_k" in text for text in _texts(misses.near))
+
+
+def test_a_bound_that_the_workload_lacks_can_be_declared() -> None:
+    bounded = plugin(dispatchers=[dispatcher(needs_max_tokens=True), dispatcher(mode="unbound")], runners=[runner()])
+    prefill = Workload(phase="prefill")
+    decision = decide(request(workloads=(prefill, *DECODE)), SM90, bounded)
+    assert _texts(Misses.of(decision.request, decision.workloads).near) == [
+        "prefill: toy:toy.standard: limit: needs max_tokens, found any number of tokens; "
+        "declare Workload(max_tokens=...)"
+    ]
+    assert chosen(decision) == ["toy:toy.unbound + toy:toy.standard", "toy:toy.standard + toy:toy.standard"]
 
 
 def test_a_missing_package_is_said_once_for_a_plugin() -> None:

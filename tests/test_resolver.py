@@ -479,6 +479,7 @@ def test_prefer(prefer: tuple[str, ...], expected: str, because: str) -> None:
 
 _H100 = load_environment("h100")
 _TORCH_ALONE = attrs.evolve(_H100, packages={"torch": "2.11.0"})
+_PREFILL = (Workload(phase="prefill", max_tokens=4096),)
 _CAPTURED = (Workload(phase="decode", graph_capture=True),)
 
 
@@ -487,6 +488,8 @@ _CAPTURED = (Workload(phase="decode", graph_capture=True),)
     [
         (_H100, {}, "triton:triton.fused"),
         (_H100, {"ep_size": 2}, "torch:torch_alltoall.standard + triton:triton.standard"),
+        (_H100, {"ep_size": 2, "workloads": DECODE}, "triton:peer_memory.standard + triton:triton.standard"),
+        (_H100, {"ep_size": 2, "workloads": _PREFILL}, "triton:peer_memory.standard + triton:triton.standard"),
         (_H100, {"ep_size": 2, "token_placement": "replicated"}, "torch:none.standard + triton:triton.standard"),
         (_TORCH_ALONE, {}, "torch:none.standard + torch:torch.standard"),
         (_TORCH_ALONE, {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard"),
@@ -503,6 +506,45 @@ def test_one_rank_takes_tokens_as_they_come() -> None:
     ranked = decide(request(), CPU, TORCH).workloads[0].ranked
     assert [entry.candidate.runner.spec.format for entry in ranked] == ["standard", "contiguous", "masked"]
     assert [entry.because for entry in ranked][:2] == ["no permutation on one rank", "tie broken by name"]
+
+
+_SENDERS = [
+    dispatcher("a", "masked", format="masked", graph_safe=True),
+    dispatcher("b", "contiguous", format="contiguous", graph_safe=True),
+    dispatcher("c", "standard", format="standard", graph_safe=True),
+    dispatcher("d", "waits", format="standard"),
+]
+_READERS = [runner(kernel=format_, format=format_, graph_safe=True) for format_ in ("masked", "contiguous", "standard")]
+_NEVER_WAITS, _BY_NAME = "the host never waits for the device", "tie broken by name"
+
+
+@pytest.mark.parametrize(
+    ("phase", "ep_size", "order", "because"),
+    [
+        # What never makes the host wait comes first; of that, few tokens go where they are not permuted.
+        ("decode", 2, "cabd", ["no permutation of few tokens", _BY_NAME, _NEVER_WAITS]),
+        ("verify", 2, "cabd", ["no permutation of few tokens", _BY_NAME, _NEVER_WAITS]),
+        ("prefill", 2, "abcd", [_BY_NAME, _BY_NAME, _NEVER_WAITS]),
+        ("any", 2, "abcd", [_BY_NAME, _BY_NAME, _NEVER_WAITS]),
+        # One rank has nothing to move, however many tokens.
+        ("decode", 1, "cdab", [_NEVER_WAITS, "no permutation on one rank", _BY_NAME]),
+    ],
+)
+def test_few_tokens_of_several_ranks_are_not_permuted(phase: str, ep_size: int, order: str, because: list[str]) -> None:
+    senders = plugin(dispatchers=_SENDERS, runners=_READERS)
+    layer = request(ep_size=ep_size, workloads=Workload(phase=phase, max_tokens=64))
+    ranked = decide(layer, CPU, senders).workloads[0].ranked
+    assert "".join(entry.candidate.a2a_backend for entry in ranked) == order
+    assert [entry.because for entry in ranked[:-1]] == because
+
+
+def test_what_permutes_few_tokens_comes_after_what_does_not() -> None:
+    senders = plugin(dispatchers=_SENDERS[:3], runners=_READERS)
+    ranked = decide(request(ep_size=2, workloads=DECODE), CPU, senders).workloads[0].ranked
+    # The last is told apart from the one before it.
+    assert [entry.because for entry in ranked] == ["no permutation of few tokens", _BY_NAME, _BY_NAME]
+    ranked = decide(request(ep_size=2, workloads=DECODE, exclude=("a",)), CPU, senders).workloads[0].ranked
+    assert ranked[1].because == "permutes few tokens"
 
 
 @pytest.mark.parametrize(("sends_early", "tells"), [(True, False), (False, True), (False, False), (True, True)])

@@ -79,6 +79,7 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
         (dispatcher, {"sends": BF16_TOKENS}, "field 'sends': expected a tuple"),
         (dispatcher, {"token_placements": ("local",)}, "field 'token_placements'"),
         (dispatcher, {"id_space": "rank"}, "field 'id_space'"),
+        (dispatcher, {"needs_max_tokens": 1}, "DispatcherSpec 'toy', field 'needs_max_tokens': expected bool, got 1"),
         (plugin, {"hook_api": "1"}, "PluginSpec 'toy', field 'hook_api': expected an int >= 1, got '1'"),
         (plugin, {"dispatchers": [runner()]}, "field 'dispatchers': expected a tuple of DispatcherSpec"),
         (plugin, {"runners": [runner(), runner()]}, "'toy' declares runner toy.standard more than once"),

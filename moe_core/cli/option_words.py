@@ -20,6 +20,8 @@ _FIELD = re.compile(
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 #: `explain(full=True)`, `error.decision.explain(full=True)`.
 _IN_FULL = re.compile(rf"(?:\w+\.)*{re.escape(IN_FULL)}")
+#: How a workload gets its bound; the option names its phase, too.
+_BOUND = "Workload(max_tokens=...)"
 _CALL = re.compile(r"LayerRequest\((\w+)=")
 
 
@@ -41,6 +43,8 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     """
     every = "--explain -v" if "explain" in options else "moe-core resolve --model DIR --explain -v"
     text = _IN_FULL.sub(every, text)
+    if "workload" in options:
+        text = text.replace(_BOUND, f"{options['workload']} PHASE:TOKENS")
     lines = [line for line in text.split("\n") if (call := _CALL.search(line)) is None or call[1] in options]
     return _FIELD.sub(partial(_typed, options), "\n".join(_of_request(line, options) for line in lines))
 

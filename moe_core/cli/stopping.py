@@ -10,11 +10,9 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from moe_core.errors import is_interrupt
+
 _NAMES = ("SIGTERM", "SIGHUP")
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal came; what lets the user's Ctrl-C pass lets this pass, where an exit would be a plugin's failure."""
 
 
 @contextlib.contextmanager
@@ -26,19 +24,24 @@ def exit_on_signals() -> Iterator[None]:
     # Not every system has both.
     known = (getattr(signal, name, None) for name in _NAMES)
     ours = [number for number in known if number is not None and signal.getsignal(number) is signal.SIG_DFL]
+    came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         # A second one would end the cleaning up.
         for other in ours:
             signal.signal(other, signal.SIG_IGN)
-        raise _Stopped(number)
+        came.append(number)
+        # What lets the user's Ctrl-C pass lets this pass, where an exit would be a plugin's failure.
+        raise KeyboardInterrupt
 
     try:
         for number in ours:
             signal.signal(number, stop)
         yield
-    except _Stopped as stopped:
-        raise SystemExit(128 + stopped.args[0]) from None
+    except BaseException as error:
+        if not came or not is_interrupt(error):
+            raise
+        raise SystemExit(128 + came[0]) from None
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)

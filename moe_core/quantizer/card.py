@@ -76,5 +76,5 @@ def model_card(base: str, written: WrittenCheckpoint, inputs: ModelInputs | None
         written=written,
     )
     # Those of the model before that one are its own business.
-    own = [name for name in base_cards if name.count(_BASE_MARK) == 1]
+    own = [name for name in base_cards if not name.upper().startswith(2 * _BASE_MARK)]
     return text + _BASE.format(links=", ".join(f"[{name}]({name})" for name in own)) if own else text

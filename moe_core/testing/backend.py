@@ -52,7 +52,8 @@ class Backend:
             plugin: The plugin module, or its import name.
             environment: The machine to resolve for; default: this one. A plugin whose kernels are emulated names the
                 machine that they are for.
-            device: Torch device of all tensors; default: the environment's; `cpu` for a plugin that runs on no other.
+            device: Torch device of all tensors; default: the environment's, or `cpu` where this machine has no such
+                device, and for a plugin that runs on no other.
             companions: Import names of further plugins that this one needs for a complete pair.
 
         Raises:
@@ -75,7 +76,7 @@ class Backend:
         if environment is None:
             environment = self.manager.probe(device or self._device_type())
         self.environment = environment
-        self.device = device or environment.device_type
+        self.device = device or (environment.device_type if _is_here(environment.device_type) else "cpu")
 
     def _device_type(self) -> str | None:
         """`cpu` for a plugin that cannot use this machine's accelerator but can use its CPU; else the accelerator."""
@@ -127,3 +128,9 @@ class Backend:
 def _parts(spec: PluginSpec) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:
     dispatchers = tuple(DeclaredDispatcher(spec.name, part) for part in spec.dispatchers)
     return (*dispatchers, *(DeclaredRunner(spec.name, part) for part in spec.runners))
+
+
+def _is_here(device_type: str) -> bool:
+    """Whether tensors can lie on such a device: a described machine need not be this one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == device_type

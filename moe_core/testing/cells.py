@@ -24,6 +24,8 @@ from moe_core.vocabulary import ANY, PHASES
 
 #: What a layer may have besides; the field of a runner's spec, and of the request.
 FEATURES = ("bias", "weight_on_input", "post_norm")
+#: What a workload says where it has to say how many tokens there are at most, and a dispatcher takes any number.
+_MOST_TOKENS = 512
 #: Token dtypes of four bits.
 _PACKED = ("int4", "nvfp4", "mxfp4")
 
@@ -56,11 +58,13 @@ class Cell:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The limits of both specs, and that packed tokens come in pairs."""
+        """The limits of both specs, that packed tokens come in pairs, and a bound where a dispatcher needs any."""
         dispatcher = self.pair.dispatcher
         is_packed = self.token_dtype is not None and self.token_dtype.dtype in _PACKED
         packing = (Limit("hidden_size", "multiple_of", 2),) if is_packed else ()
-        return (*packing, *(dispatcher.spec.limits if dispatcher else ()), *self.pair.runner.spec.limits)
+        is_unbounded = dispatcher is not None and dispatcher.spec.needs_max_tokens and not dispatcher.spec.most_tokens
+        bound = (Limit("max_tokens", "<=", _MOST_TOKENS),) if is_unbounded else ()
+        return (*packing, *bound, *(dispatcher.spec.limits if dispatcher else ()), *self.pair.runner.spec.limits)
 
     @property
     def format(self) -> str:

@@ -34,7 +34,12 @@ class RankError:
     text: str
 
 
-def run_on_ranks(job: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], backend: str = "gloo") -> list[Any]:
+def run_on_ranks(
+    job: Callable[..., Any],
+    per_rank: Sequence[tuple[Any, ...]],
+    backend: str = "gloo",
+    seconds: float = TIMEOUT_SECONDS,
+) -> list[Any]:
     """`job(group, *arguments)` on every rank; its result or `RankError`, in the order of ranks.
 
     Args:
@@ -42,6 +47,7 @@ def run_on_ranks(job: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], b
             float64) or anything that can be pickled and holds no tensor.
         per_rank: Arguments of each rank; their number is the size of the group.
         backend: Of torch.distributed; every other than gloo gives each rank an accelerator.
+        seconds: How long a rank may take for an answer, from that of the one before.
 
     Raises:
         TimeoutError: A rank gave no answer in time.
@@ -59,7 +65,7 @@ def run_on_ranks(job: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], b
         for process in processes:
             process.start()
         try:
-            by_rank = dict(_answer(answers, size) for _ in range(size))
+            by_rank = dict(_answer(answers, size, seconds) for _ in range(size))
         finally:
             for process in processes:
                 process.join(5)
@@ -67,11 +73,11 @@ def run_on_ranks(job: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], b
     return [by_rank[rank] for rank in range(size)]
 
 
-def _answer(answers: Any, size: int) -> tuple[int, Any]:
+def _answer(answers: Any, size: int, seconds: float) -> tuple[int, Any]:
     try:
-        rank, kind, value = answers.get(timeout=TIMEOUT_SECONDS)
+        rank, kind, value = answers.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError(f"not all of {size} ranks answered within {TIMEOUT_SECONDS:g} s") from None
+        raise TimeoutError(f"not all of {size} ranks answered within {seconds:g} s") from None
     if kind == "error":
         return rank, RankError(value)
     return rank, torch.from_numpy(value) if kind == "tensor" else value

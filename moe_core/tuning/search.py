@@ -95,7 +95,9 @@ class LayerSearch:
         # The ranking keeps those of one weight layout; which layout is the best is a question, too.
         (workload,) = decision.workloads
         # What may fail for want of memory comes last.
-        self.candidates = by_tier((pair.candidate for pair in workload.pairs if not pair.reasons), self.request)
+        self.candidates = by_tier(
+            (pair.candidate for pair in workload.pairs if not pair.reasons), self.request, workload.workload.phase
+        )
         self.problems: dict[str, str] = {}
         self._weights: dict[tuple[str, str], PreparedWeights] = {}
 

@@ -13,9 +13,11 @@ from triton_layers import DEVICE, output, triton_layer
 from moe_core import LayerRequest, RawWeights
 from moe_core.activation import SWIGLU, ActivationSpec
 from moe_core.errors import InputError
+from moe_core.payloads import StandardTokens
 from moe_core.quant import FP16
 
 pytest.importorskip("triton", reason="needs triton")
+from moe_core.backends.triton.tiles import TileTable
 from moe_core.backends.triton.warm_up import token_counts, warm_up
 
 LAYER = LayerRequest(
@@ -55,6 +57,22 @@ def test_fp16_rows_may_exceed_its_largest_number(a2a_backend: str) -> None:
     tokens = hidden * 8, ids, weights * 2.0**-12
     got = output(triton_layer(request, tensors), tokens)
     assert relative_error(got, exact(request, tensors, tokens)) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize(("expected_m", "rows"), [(None, 9 * 3 / 5), (1, 1), (300, 300)])
+def test_a_dispatcher_says_how_many_rows_an_expert_has(
+    expected_m: int | None, rows: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, tokens = random_tensors(LAYER), _tokens(LAYER, 9)
+    layer, asked = triton_layer(attrs.evolve(LAYER, a2a_backend="none.standard"), tensors), []
+    choose = TileTable.choose
+    monkeypatch.setattr(TileTable, "choose", lambda table, found: asked.append(found) or choose(table, found))
+    experts = layer._bound.routes[0].experts
+    hidden, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
+    sent = StandardTokens(hidden_states=hidden, topk_ids=ids, topk_weights=weights, expected_m=expected_m)
+    # The hint changes no value.
+    assert relative_error(experts(sent).cpu(), exact(LAYER, tensors, tokens)) < TOLERANCE[torch.bfloat16]
+    assert asked == [rows]
 
 
 def test_router_weights_on_the_input() -> None:

@@ -37,7 +37,7 @@ def test_the_built_in_plugins_are_listed(moe_core):
     assert torch_row.split() == ["torch", torch_row.split()[1], "any", "ready"]
     # Its package is there on some systems only.
     assert triton_row.split()[:3] == ["triton", triton_row.split()[1], "cuda"]
-    header, dispatchers, runners, triton, note = names.splitlines()
+    header, dispatchers, runners, peers, triton, note = names.splitlines()
     assert header.split() == ["NAME", "DECLARES", "VARIANTS"]
     assert dispatchers.split() == [
         *("torch", "dispatchers", "none.standard,", ".contiguous,", ".masked,"),
@@ -47,8 +47,9 @@ def test_the_built_in_plugins_are_listed(moe_core):
         *("runners", "torch.standard,", ".contiguous,", ".masked,"),
         *(".standard_invariant,", ".contiguous_invariant,", ".masked_invariant"),
     ]
+    assert peers.split() == ["triton", "dispatchers", "peer_memory.standard,", ".contiguous,", ".masked"]
     assert triton.split() == [
-        *("triton", "runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,"),
+        *("runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,"),
         *(".standard_untuned,", ".contiguous_untuned,", ".masked_untuned,", ".fused_untuned"),
     ]
     assert "not looked at" in note

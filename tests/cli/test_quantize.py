@@ -223,9 +223,14 @@ def test_signals_that_are_ignored_or_handled_stay_so():
 
 
 @pytest.mark.error_path
-def test_a_signal_is_no_failure_of_the_plugin_that_it_meets():
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_signal_is_no_failure_of_the_plugin_that_it_meets(grouped):
     def module():
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException as error:
+            # As task groups do.
+            raise BaseExceptionGroup("tasks", [error]) if grouped else error from None
         pytest.fail("it went on")
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -301,6 +301,9 @@ def test_hints_are_options(call):
     _, out, _ = call(*ON_CPU, "--exclude", "none.masked", "--explain")
     assert "found --exclude none.masked; leave --exclude none.masked out" in _words(out.replace("│", ""))
     assert call(*ON_CPU, "--ep-size", "0")[2] == "error: --ep-size: expected an int >= 1, got 0\n"
+    _, out, _ = call("resolve", "--environment", "h100", "--ep-size", "2", "--explain")
+    reason = "limit: needs max_tokens, found any number of tokens; declare --workload PHASE:TOKENS"
+    assert f"triton:peer_memory.contiguous, .masked, .standard {reason}" in _words(re.sub("[│└├─]", "", out))
     # Programs read the fields of a request.
     _, out, _ = call(*ON_CPU, "--ep-size", "2", "--a2a-backend", "none", "--json")
     assert "say token_placement='replicated' if" in json.loads(out)["groups"][0]["error"]

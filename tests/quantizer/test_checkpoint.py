@@ -176,6 +176,7 @@ def test_cards_of_several_models_are_told_apart(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "a_model", one_by_one(expert_weights()))
     before = "Distilled, see [the base](BASE_README.md), [中文](./README_zh.md) or [a page](https://host/README_zh.md)."
     cards = {"README.md": before, "BASE_README.md": "the base", "README_zh.md": "zh", "readme.txt": "notes"}
+    cards["README_DATABASE_v2.md"] = "data"
     for name, text in cards.items():
         (source / name).write_text(text, encoding="utf-8")
     (source / "readme_reader.py").write_text("")
@@ -188,10 +189,12 @@ def test_cards_of_several_models_are_told_apart(tmp_path: Path) -> None:
     assert found == {
         "BASE_README.md": after,
         "BASE_BASE_README.md": "the base",
+        "BASE_README_DATABASE_v2.md": "data",
         "BASE_README_zh.md": "zh",
         "BASE_readme.txt": "notes",
     }
-    assert "[BASE_README.md](BASE_README.md), [BASE_README_zh.md](BASE_README_zh.md), [BASE_readme.txt]" in card
+    assert "[BASE_README.md](BASE_README.md), [BASE_README_DATABASE_v2.md](BASE_README_DATABASE_v2.md), " in card
+    assert "[BASE_README_zh.md](BASE_README_zh.md), [BASE_readme.txt]" in card
     assert "BASE_BASE" not in card
     # That of the model before the one that was quantized, alone.
     (source / "README.md").unlink()

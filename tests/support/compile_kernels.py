@@ -1,4 +1,4 @@
-"""Compiles what layers of several schemes and the blocks for plugins launch, for a GPU that is not here.
+"""Compiles what layers of several schemes, blocks for plugins and ranks of one host launch, for a GPU not here.
 
 Run by a test in a process of its own: `python compile_kernels.py 90`. The interpreter takes code that the compiler
 refuses; this finds it. Kernels are compiled instead of launched, so that tensors may stay on the CPU, with any content.
@@ -24,6 +24,10 @@ from moe_core.environment import load_environment
 from moe_core.kernels import ops
 from moe_core.kernels.triton import ids as triton_ids
 from moe_core.kernels.triton.gemm import GroupedGemm
+from moe_core.kernels.triton.peer import kernels as peer_kernels
+from moe_core.kernels.triton.peer.buffer import PeerBuffer
+from moe_core.kernels.triton.peer.exchange import PeerExchange
+from moe_core.kernels.triton.peer.layout import PeerLayout
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import GroupedWeight
@@ -41,6 +45,13 @@ LAYERS = {
     MXFP4_W4A16: (5,),
     W4A16_INT4_G128: (5, 150),
 }
+
+
+#: Buffers of ranks: sums in one piece and in several, rows of one chunk and of several, any number of ranks and slots.
+PEERS = (
+    PeerLayout(device_type="cpu", size=2, capacity=64, hidden_size=256, top_k=2, dtype="bf16"),
+    PeerLayout(device_type="cpu", size=3, capacity=700, hidden_size=2064, top_k=3, dtype="fp16"),
+)
 
 
 class _Target:
@@ -86,6 +97,8 @@ def main(capability: int) -> None:
             layer(*random_tokens(request, count))
     _bytes()
     _blocks()
+    for layout in PEERS:
+        _peers(layout)
 
 
 def _bytes() -> None:
@@ -123,6 +136,31 @@ def _blocks() -> None:
         for layout in ("row_128", "column_128", "ue8m0_128", "token"):
             ops.quantize(hidden.bfloat16(), TokenDtype("fp8", layout), activation=SWIGLU_OAI, real=real)
     ops.quantize(x, TokenDtype("int8", "token"))
+
+
+def _peers(layout: PeerLayout) -> None:
+    """The launches of one rank of several, each with the one in front of it still running."""
+    nothing: Any = None
+    buffer = PeerBuffer(
+        layout=layout,
+        rank=1,
+        own=torch.zeros(layout.num_bytes, dtype=torch.uint8),
+        offsets=torch.zeros(layout.size, dtype=torch.int64),
+        state=torch.zeros(layout.state_words, dtype=torch.int32),
+        counts=torch.zeros(layout.size, dtype=torch.int32),
+        ids=torch.zeros(layout.places, layout.top_k, dtype=torch.int32),
+        weights=torch.zeros(layout.places, layout.top_k),
+        memory=nothing,
+        process_group=nothing,
+    )
+    peer_kernels.try_out[(1,)](buffer.own, buffer.offsets, RANK=buffer.rank, SIZE=layout.size, NUMBERS=layout.numbers)
+    exchange = PeerExchange(buffer, torch.zeros(layout.size + 1, dtype=torch.int32), multiprocessors=132, pdl=True)
+    hidden = torch.zeros(16, layout.hidden_size, dtype=layout.torch_dtype)
+    weights = torch.zeros(16, layout.top_k)
+    for ids in (torch.zeros(16, layout.top_k, dtype=torch.int64), torch.zeros(16, layout.top_k, dtype=torch.int32)):
+        exchange.send(hidden, ids, weights)
+        exchange.receive()
+        exchange.bring_back(exchange.tokens, ids)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ transport needs to know a dtype. The counts are read on the host once per forwar
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import attrs
 import torch
 import torch.distributed as dist
 
-from moe_core.backends.torch.local import combine_rows, local_permutation
+from moe_core.backends.torch.local import local_permutation
+from moe_core.backends.torch.received import bind_permuted
 from moe_core.kernels.checks import checked_slots
 from moe_core.kernels.ops import combine
 from moe_core.kernels.wire import decode_message, encode_message
@@ -101,31 +100,9 @@ def bind_standard(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[Disp
 
 def bind_contiguous(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
     """Received rows grouped by local expert."""
-    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).contiguous)
+    return bind_permuted(plan, AllToAll(plan, route, group), local_permutation(plan, route, group).contiguous)
 
 
 def bind_masked(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
     """Received rows in a block per local expert."""
-    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).masked)
-
-
-#: The handle of the local permutation and the exchange it followed.
-_Handle: TypeAlias = tuple[Any, Exchange]
-
-
-def _bind_permuted(
-    plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
-) -> tuple[DispatchFn, CombineFn]:
-    exchange = AllToAll(plan, route, group)
-    dtype = TORCH_DTYPES[plan.request.dtype]
-
-    def dispatch(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Any, _Handle]:
-        received, sent = exchange.dispatch(hidden_states, topk_ids, topk_weights)
-        tokens, handle = permuted(received.hidden_states, received.topk_ids, received.topk_weights)
-        return tokens, (handle, sent)
-
-    def finish(rows: Tensor, handle: _Handle) -> Tensor:
-        local, sent = handle
-        return exchange.combine(combine_rows(rows, local, dtype), sent)
-
-    return dispatch, finish
+    return bind_permuted(plan, AllToAll(plan, route, group), local_permutation(plan, route, group).masked)

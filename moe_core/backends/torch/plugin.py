@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FLOATS = (TokenDtype("fp32"), TokenDtype("bf16"), TokenDtype("fp16"))
 _WIRE = (*_FLOATS, TokenDtype("fp8", "row_128"))
 #: What rows grouped by expert may be rounded to on this rank: as grouped GEMMs of 8 bits read them.
-_CODES = (TokenDtype("fp8", "column_128"), TokenDtype("fp8", "ue8m0_128"))
+CODES = (TokenDtype("fp8", "column_128"), TokenDtype("fp8", "ue8m0_128"))
 _FORMATS = ("standard", "contiguous", "masked")
 _ACTIVATIONS = (
     ActivationPattern(kind="any", gated=None, parameters=True, interleaved=True),
@@ -33,7 +33,7 @@ def _local(format_: str) -> DispatcherSpec:
         mode=format_,
         binder=f"moe_core.backends.torch.local:bind_{format_}",
         format=format_,
-        sends=_FLOATS if format_ == "standard" else (*_FLOATS, *_CODES),
+        sends=_FLOATS if format_ == "standard" else (*_FLOATS, *CODES),
         token_placements=("replicated",),
         weight_on_input=True,
         graph_safe=True,

@@ -15,6 +15,7 @@ from moe_core.backends.triton.weights import Projection, operands_of, projection
 from moe_core.kernels.checks import check_ids
 from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
+from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.one_token import OneToken
 from moe_core.kernels.triton.permute import gather_rows
 from moe_core.kernels.triton.sort import RowTiles, SortedSlots, group_tiles, sort_slots
@@ -149,10 +150,15 @@ class TritonExperts:
 
     def standard(self, tokens: StandardTokens) -> Tensor:
         """Tokens as they came -> their weighted sums `[T, H]`."""
-        return self.tokens(tokens.hidden_states, tokens.topk_ids, tokens.topk_weights)
+        return self.tokens(tokens.hidden_states, tokens.topk_ids, tokens.topk_weights, tokens.expected_m)
 
-    def tokens(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """`[T, H]`, ids and weights `[T, K]` -> weighted sums `[T, H]` in the layer's dtype."""
+    def tokens(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, expected_m: int | None = None
+    ) -> Tensor:
+        """`[T, H]`, ids and weights `[T, K]` -> weighted sums `[T, H]` in the layer's dtype.
+
+        `expected_m` is as in `StandardTokens`.
+        """
         num_tokens = topk_ids.shape[0]
         if num_tokens == 0 or self.num_experts == 0:
             return torch.zeros_like(hidden_states)
@@ -161,8 +167,10 @@ class TritonExperts:
             check_ids(topk_ids, self.num_experts)
         if num_tokens == 1 and self.one_token is not None:
             return self.one_token(hidden_states, topk_ids, topk_weights)
-        pair = self.table.choose(topk_ids.numel() / self.num_experts)
+        pair = self.table.choose(topk_ids.numel() / self.num_experts if expected_m is None else expected_m)
         slots = sort_slots(topk_ids, self.num_experts, pair[0].m, check=self.check_on_device, pdl=self.pdl)
+        if expected_m is not None:
+            slots.tiles.usual = self._usual_tiles(expected_m, pair)
         rows = self._rows_of_tokens(hidden_states, slots, topk_weights, pair)
         weights = None if self.weight_on_input else topk_weights
         return combine(rows, slots.row_map, weights, hidden_states.dtype, pdl=self.pdl)
@@ -183,8 +191,13 @@ class TritonExperts:
             return torch.empty_like(tokens.hidden_states)
         pair = self.table.choose(tokens.expected_m)
         tiles = group_tiles(tokens.masked_m, rows.shape[0], pair[0].m)
+        tiles.usual = self._usual_tiles(tokens.expected_m, pair)
         out = self._second(self._first(rows, tiles, pair), tiles, pair)
         return out.view(*tokens.hidden_states.shape[:2], out.shape[1])
+
+    def _usual_tiles(self, expected_m: int, pair: TilePair) -> int:
+        """Tiles of rows, where some experts have twice as many rows as they are expected to have."""
+        return self.num_experts * divided_up(2 * expected_m, pair[0].m)
 
     def _rows_of_tokens(self, hidden_states: Tensor, slots: SortedSlots, weights: Tensor, pair: TilePair) -> Tensor:
         # What a row is multiplied or divided by may depend on its slot, so that a token is several rows.

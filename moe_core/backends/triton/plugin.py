@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from moe_core.activation import ActivationPattern
+from moe_core.backends.torch.plugin import CODES
 from moe_core.backends.triton.schemes import SUPPORTED
 from moe_core.hookspecs import hookimpl
-from moe_core.specs import Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
+from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
 from moe_core.vocabulary import CANONICAL
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from moe_core.plan import MoEPlan, Route
 
 _FORMATS = ("standard", "contiguous", "masked")
+_FLOATS = ("bf16", "fp16")
 _ACTIVATIONS = (
     ActivationPattern(kind="any", gated=None, parameters=True, interleaved=True),
     ActivationPattern(kind="module", gated=None, parameters=True, interleaved=True),
@@ -33,10 +35,10 @@ def _runner(format_: str) -> RunnerSpec:
         name="triton",
         kernel=format_,
         format=format_,
-        reads=(TokenDtype("bf16"), TokenDtype("fp16")),
+        reads=tuple(map(TokenDtype, _FLOATS)),
         schemes=SUPPORTED,
         activations=_ACTIVATIONS,
-        dtypes=("bf16", "fp16"),
+        dtypes=_FLOATS,
         devices=("cuda",),
         archs=_MEASURED_ARCHS,
         # The same canonical weights that the torch runners read.
@@ -49,6 +51,29 @@ def _runner(format_: str) -> RunnerSpec:
         graph_safe=True,
         # In the other formats the rows are gathered before; this one's GEMM gathers them itself.
         tier="tuned" if format_ == "standard" else "generic",
+    )
+
+
+def _peer_memory(format_: str) -> DispatcherSpec:
+    """Every rank has a place for each token of each rank, and for its sum."""
+    floats = tuple(map(TokenDtype, _FLOATS))
+    return DispatcherSpec(
+        name="peer_memory",
+        mode=format_,
+        binder=f"moe_core.backends.triton.peer_memory:bind_{format_}",
+        format=format_,
+        sends=floats if format_ == "standard" else (*floats, *CODES),
+        dtypes=_FLOATS,
+        devices=("cuda",),
+        archs=_MEASURED_ARCHS,
+        weight_on_input=True,
+        limits=(
+            Limit("ep_size", "in", tuple(range(2, 9)), "one rank needs no transport; several hosts: torch_alltoall"),
+            Limit("max_tokens", "<=", 8192, "send the tokens in chunks"),
+        ),
+        graph_safe=True,
+        deterministic=True,
+        needs_max_tokens=True,
     )
 
 
@@ -81,7 +106,8 @@ def declare_backends() -> PluginSpec:
     return PluginSpec(
         name="triton",
         hook_api=1,
-        description="grouped GEMMs in Triton, on tokens as they come",
+        description="grouped GEMMs in Triton, on tokens as they come; tokens between the GPUs of one host",
+        dispatchers=[*map(_peer_memory, _FORMATS)],
         runners=[*runners, *map(_untuned, runners)],
         requirements=(
             Requirement(module="torch", minimum="2.10", install="pip install 'torch>=2.10'"),

@@ -5,7 +5,7 @@ routed slots (`T * K`), `L` local experts, `BM x BN x BK` the tile of one progra
 
 `pdl` (programmatic dependent launch, NVIDIA GPUs from Hopper on) lets a launch begin before the one in front of it has
 ended. A kernel launched so waits for that one itself before it reads or writes anything, which keeps the order of
-every launch before; then it lets the next one begin.
+every launch before; then it lets the next one begin. (`peer` says where its kernels wait only at their end.)
 """
 
 from __future__ import annotations

@@ -102,14 +102,16 @@ class GroupedGemm:
             `out`.
         """
         weight, num_tiles = self._weight, len(tiles)
-        num_programs = num_tiles * divided_up(self.width, tile.n)
+        # Thousands of programs that find nothing to do take longer than a few that may have to do more than one tile.
+        usual = num_tiles if tiles.usual is None else min(max(1, tiles.usual), num_tiles)
+        repeats, num_programs = usual < num_tiles, usual * divided_up(self.width, tile.n)
         if tile.resident:
             num_programs = min(num_programs, tile.resident * self._multiprocessors)
         by_descriptor = tile.tma_rows and order is None and takes_descriptor(rows)
         row_strides = rows.stride(0), out.stride(0), *(0 if s is None else s.stride(0) for s in (out_scale, row_scale))
         key = (
             *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None, out_scale is None),
-            *(is_aligned(rows), is_aligned(out)),
+            *(is_aligned(rows), is_aligned(out), repeats),
         )
         self._launches(
             key,
@@ -133,12 +135,12 @@ class GroupedGemm:
                 row_strides[3],
                 *self._scale_strides,
             ),
-            lambda: self._constants(tile, by_descriptor, _scaling(rows, weight, row_scale), out.dtype),
+            lambda: self._constants(tile, repeats, by_descriptor, _scaling(rows, weight, row_scale), out.dtype),
         )
         return out
 
     def _constants(
-        self, tile: Tile, by_descriptor: bool, scaling: str, out_dtype: torch.dtype
+        self, tile: Tile, repeats: bool, by_descriptor: bool, scaling: str, out_dtype: torch.dtype
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         weight = self._weight
         constants = {
@@ -149,6 +151,7 @@ class GroupedGemm:
             "TMA": tile.tma,
             "TMA_ROWS": by_descriptor,
             "PERSISTENT": tile.resident > 0,
+            "REPEATS": repeats,
             "TURN": _ROW_TILES_PER_TURN,
             "EVEN_K": weight.num_inputs % tile.k == 0,
             "INTERLEAVED": self._interleaved,

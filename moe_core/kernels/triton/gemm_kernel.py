@@ -151,6 +151,7 @@ def grouped_gemm(
     TMA: tl.constexpr,
     TMA_ROWS: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    REPEATS: tl.constexpr,
     TURN: tl.constexpr,
     EVEN_K: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -186,7 +187,12 @@ def grouped_gemm(
         if tl.load(tiles + TILE_FIELDS * (program // columns)) < 0:
             return
         end = program + 1
-        step = 1
+        step = tl.num_programs(0)
+        if REPEATS:
+            # Only where there are more tiles than programs is it worth knowing how many.
+            following = (program + step) // columns
+            if tl.load(tiles + TILE_FIELDS * following, mask=following < num_row_tiles, other=-1) >= 0:
+                end = _used(tiles, num_row_tiles) * columns
     for position in tl.range(program, end, step, flatten=PERSISTENT):
         expert, first, end_row, column_tile = _tile(tiles, position, columns, BM, TURN)
         rows = first + tl.arange(0, BM)

@@ -45,10 +45,12 @@ class RowTiles:
         table: `[tiles, 4]` int32: expert (-1 for an unused entry, all of them at the end), first row, row after the
             expert's last, tiles of the expert before this one.
         block_m: Rows per tile.
+        usual: How many entries are usually used, a tuning hint only; None for all.
     """
 
     table: Tensor
     block_m: int
+    usual: int | None = None
 
     def __len__(self) -> int:
         """Entries of the table: a bound that does not depend on data."""

@@ -22,7 +22,7 @@ from moe_core.testing.checks.shares import placement_with_copies
 from moe_core.testing.compare import Tokens, layer_mismatch
 from moe_core.testing.outcome import ConformanceError, NotRun, require
 from moe_core.testing.pairs import serves_one_rank
-from moe_core.testing.ranks import RankError, run_on_ranks
+from moe_core.testing.ranks import TIMEOUT_SECONDS, RankError, run_on_ranks
 from moe_core.testing.sizes import Sizes
 
 #: Sizes of a group, the best first: no divisor of five experts, and few enough for a small machine.
@@ -31,15 +31,17 @@ GROUP_SIZES = (3, 2, 4)
 _RAGGED = (4, 0, 1, 6)
 #: Of the tokens of both forwards, one for each rank from these on.
 _SEEDS = (50, 0)
-#: What layers after the first one say of how many tokens a rank brings: enough for all of them.
+#: What layers with little room say of how many tokens a rank brings: enough for all of them.
 _FEW_TOKENS = 8
+#: A layer may compile kernels of its own, or have them interpreted; this much longer than without layers.
+_LAYER_SECONDS = 15.0
 
 
-def group_size(pair: Candidate) -> int | None:
-    """A number of ranks that both parts allow, None if there is none."""
+def group_sizes(pair: Candidate) -> tuple[int, ...]:
+    """The numbers of ranks that both parts allow, the best first."""
     parts = [part for part in (pair.dispatcher, pair.runner) if part is not None]
     limits = [limit for part in parts for limit in part.spec.limits if limit.field == "ep_size"]
-    return next((size for size in GROUP_SIZES if all(limit.allows(size) for limit in limits)), None)
+    return tuple(size for size in GROUP_SIZES if all(limit.allows(size) for limit in limits))
 
 
 def _placements(pair: Candidate) -> tuple[str, ...]:
@@ -49,7 +51,7 @@ def _placements(pair: Candidate) -> tuple[str, ...]:
 
 def takes_distributed_tokens(pair: Candidate) -> bool:
     """Whether each rank may bring its own tokens."""
-    return group_size(pair) is not None and "distributed" in _placements(pair)
+    return bool(group_sizes(pair)) and "distributed" in _placements(pair)
 
 
 def why_untried(pair: Candidate) -> str:
@@ -63,12 +65,12 @@ def why_untried(pair: Candidate) -> str:
 
 def takes_replicated_tokens(pair: Candidate) -> bool:
     """Whether every rank may have all tokens."""
-    return group_size(pair) is not None and "replicated" in _placements(pair)
+    return bool(group_sizes(pair)) and "replicated" in _placements(pair)
 
 
 def check_replicated_ranks(bench: Bench) -> None:
     """Every rank has all tokens: the parts of the ranks add up to the answer, once, however experts are placed."""
-    size = group_size(bench.cell.pair) or 0
+    size = group_sizes(bench.cell.pair)[0]
     cell = attrs.evolve(bench.cell, ep_size=size, token_placement="replicated")
     for placement in _placements_of(cell):
         total, last = torch.zeros(()), None
@@ -97,15 +99,14 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
     transport = _transport(backend.device)
     if not backend.is_importable:
         raise NotRun(f"module {backend.module.__name__} has no file, so that no other process can import it")
-    size = group_size(pair) or 0
-    if backend.device != "cpu" and torch.accelerator.device_count() < size:
-        raise NotRun(f"{size} ranks need as many devices, found {torch.accelerator.device_count()}")
+    size = _size_here(pair, backend.device)
     cells = _rank_cells(backend, pair, size)
-    layers = _layers(cells)
+    layers = _layers(cells, _declared_room(pair, backend.device))
     benches = [Bench(backend, cell, sizes, placement=placement) for cell, sizes, placement in layers]
     arguments = (*backend.names, backend.environment, backend.device, layers)
     try:
-        answers = run_on_ranks(_outputs, [arguments] * size, transport)
+        seconds = TIMEOUT_SECONDS + _LAYER_SECONDS * len(layers)
+        answers = run_on_ranks(_outputs, [arguments] * size, transport, seconds)
     except TimeoutError as error:
         raise ConformanceError(f"{size} ranks, one without tokens, hang: {error}") from error
     # All of them: where one rank stops, the others only say that it has gone.
@@ -119,6 +120,26 @@ def check_distributed_ranks(backend: Backend, pair: Candidate) -> None:
         for rank in range(size):
             for seed, output in zip(_SEEDS, answers[rank][index], strict=True):
                 _compare(bench, rank, size, bench.tokens(_RAGGED[rank], seed=seed + rank), output)
+
+
+def _size_here(pair: Candidate, device: str) -> int:
+    """The best number of ranks that there are devices for; ranks share a CPU."""
+    sizes = group_sizes(pair)
+    if device == "cpu":
+        return sizes[0]
+    count = torch.accelerator.device_count()
+    for size in sizes:
+        if size <= count:
+            return size
+    raise NotRun(f"{min(sizes)} ranks need as many devices, found {count}")
+
+
+def _declared_room(pair: Candidate, device: str) -> bool:
+    """Whether a layer may have room for as many tokens as is declared.
+
+    On a CPU kernels are emulated, and what makes room for all tokens has its experts go through all of it.
+    """
+    return device != "cpu" or pair.dispatcher is None or not pair.dispatcher.spec.needs_max_tokens
 
 
 def _transport(device: str) -> str:
@@ -146,16 +167,18 @@ def _rank_cells(backend: Backend, pair: Candidate, size: int) -> list[Cell]:
     return [cell for cell in first.values() if cell.token_dtype is not None]
 
 
-def _layers(cells: Sequence[Cell]) -> list[tuple[Cell, Sizes, ExpertPlacement]]:
+def _layers(cells: Sequence[Cell], declared_room: bool) -> list[tuple[Cell, Sizes, ExpertPlacement]]:
     """Every cell, and the first one again with its experts elsewhere.
 
-    Only the first layer's buffers are as large as is declared: the others differ from it in something else, and most of
-    a large buffer is memory that nobody uses and emulations write.
+    At most the first layer's buffers are as large as is declared: the others differ from it in something else, and most
+    of a large buffer is memory that nobody uses and emulations write.
     """
     plain = [(cell, ExpertPlacement()) for cell in cells]
     moved = [(cells[0], placement) for placement in _placements_of(cells[0])[1:]] if cells else []
     layers = [(cell, cell.base_sizes(), placement) for cell, placement in (*plain, *moved)]
-    return layers[:1] + [(cell, _with_few_tokens(sizes), placement) for cell, sizes, placement in layers[1:]]
+    num_large = 1 if declared_room else 0
+    few = [(cell, _with_few_tokens(sizes), placement) for cell, sizes, placement in layers[num_large:]]
+    return layers[:num_large] + few
 
 
 def _with_few_tokens(sizes: Sizes) -> Sizes:

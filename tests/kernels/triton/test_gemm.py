@@ -62,14 +62,21 @@ def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
 
 
-@pytest.mark.parametrize("tile", TILES[3:5], ids=["rows", "persistent"])
-def test_tiles_of_one_expert_take_turns(tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("tile", "usual"),
+    [(TILES[3], None), (TILES[4], None), (TILES[1], 4), (TILES[0], 31), (TILES[2], 0), (TILES[5], -3)],
+    ids=["rows", "persistent", "few programs", "as many as tiles", "none expected", "fewer than none"],
+)
+def test_tiles_of_one_expert_take_turns(tile: Tile, usual: int | None) -> None:
     # A turn and a part of one, none, one row, and full turns alone and with one tile more; 3 tiles of columns.
     counts = [200, 0, 1, 128, 129]
     weight = make_params(EXPERTS, HIDDEN, INNER, torch.bfloat16)["w2"]
     rows = torch.randn(sum(counts), INNER).bfloat16()
     on_device = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     tiles = group_tiles(on_device, len(rows), tile.m, group_ends=on_device.cumsum(0, dtype=torch.int32))
+    # Thirty-one tiles, and entries of the table that hold none.
+    assert len(tiles) > int((tiles.table[:, 0] >= 0).sum()) == 31
+    tiles.usual = usual
     out = torch.full((len(rows), HIDDEN), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     got = GroupedGemm(GroupedWeight(data=weight.to(DEVICE)))(rows.to(DEVICE), tiles, out, tile).cpu()
     parts = zip(rows.double().split(counts), weight.double(), strict=True)

@@ -1,0 +1,195 @@
+"""A buffer per rank that all ranks of one host read and write as their own memory."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from moe_core.errors import PluginError
+from moe_core.kernels.on_device import on_device
+from moe_core.kernels.triton.peer import kernels
+from moe_core.kernels.triton.peer.layout import PeerLayout
+from moe_core.kernels.triton.peer.memory import SharedMemory, shared_memory
+from moe_core.payloads import Tensor
+from moe_core.rank_buffers import every_rank
+
+_Result = TypeVar("_Result")
+_INSTEAD = "pin a2a_backend='torch_alltoall'"
+
+
+@attrs.define
+class Turn:
+    """What this rank is in the middle of.
+
+    Attributes:
+        is_open: Whether it has sent tokens, or captured that, and not brought their sums back.
+    """
+
+    is_open: bool = False
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PeerBuffer:
+    """The buffers of all ranks of a group, as this one sees them.
+
+    Attributes:
+        layout: Of each of them.
+        rank: This one.
+        own: uint8 `[num_bytes]`, this rank's.
+        offsets: `[size]` int64, bytes from `own` to each rank's buffer in this process's addresses.
+        state: `[state_words]` int32: forwards sent, received, returned and added up, then how many programs are done
+            of the first, second and last of these, and of each piece that is returned.
+        counts: `[size]` int32, tokens of each rank in this forward.
+        ids: `[size * capacity, K]` int32, their local expert ids.
+        weights: `[size * capacity, K]` fp32, their router weights.
+        memory: What holds all of it.
+        process_group: The ranks.
+        turn: Of all that use this buffer.
+    """
+
+    layout: PeerLayout
+    rank: int
+    own: Tensor
+    offsets: Tensor
+    state: Tensor
+    counts: Tensor
+    ids: Tensor
+    weights: Tensor
+    memory: SharedMemory
+    process_group: dist.ProcessGroup
+    turn: Turn = attrs.field(factory=Turn)
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[size * capacity, H]`, those that came to this rank."""
+        rows = self.own[: self.layout.bytes_of_rows].view(self.layout.torch_dtype)
+        return rows.view(self.layout.places, self.layout.hidden_size)
+
+    def begin(self) -> None:
+        """A forward begins: the next one may only after `end`.
+
+        Raises:
+            PluginError: The one before was left midway. Other ranks count it, so that this one's sums would be those
+                of other tokens.
+        """
+        if self.turn.is_open and self._is_midway():
+            raise PluginError(
+                "dispatcher peer_memory: a forward of this rank was left between dispatch and combine (it raised an "
+                "error, or another one began meanwhile), so that the ranks no longer agree which forward is which; "
+                "end the processes of all ranks, or drop their layers and call BUFFERS.free_unused on all of them"
+            )
+        self.turn.is_open = True
+
+    def end(self) -> None:
+        """This forward has all its launches."""
+        self.turn.is_open = False
+
+    def _is_midway(self) -> bool:
+        """Whether tokens were sent indeed: a capture that failed has sent nothing. Waits for the device."""
+        if self.own.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        sent, _, _, added_up = self.state[:4].tolist()
+        return bool(sent != added_up)
+
+    def free(self) -> None:
+        """Give the memory back; a collective."""
+        device = self.own.device
+        # In the context in which memory was made and opened, whichever is current for who frees it.
+        with on_device(device):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            _release(self.process_group, self.memory)
+
+
+def make_peer_buffer(process_group: dist.ProcessGroup, layout: PeerLayout) -> PeerBuffer:
+    """Make the buffers of all ranks, on the current device, and try them out; a collective.
+
+    Raises:
+        PluginError: On every rank, where one of them cannot reach the memory of another.
+    """
+    hosts = sorted(set(every_rank(process_group, platform.node())))
+    if len(hosts) > 1:
+        raise PluginError(
+            f"dispatcher peer_memory is for the ranks of one host, these are on {', '.join(hosts)}; {_INSTEAD}"
+        )
+    is_cpu = layout.device_type == "cpu"
+    device = torch.device("cpu") if is_cpu else torch.device(layout.device_type, torch.cuda.current_device())
+    memory, fault = _attempt(lambda: shared_memory(layout.num_bytes, device))
+    try:
+        # Ranks fail together, so that all of them give back what they have.
+        _raise_for(process_group, fault)
+        buffer = _mapped(process_group, layout, cast(SharedMemory, memory))
+        _try_out(buffer)
+    except PluginError:
+        _release(process_group, memory)
+        raise
+    return buffer
+
+
+def _mapped(process_group: dist.ProcessGroup, layout: PeerLayout, memory: SharedMemory) -> PeerBuffer:
+    """This rank's memory as zeros, and that of the others."""
+    rank, device, own = dist.get_rank(process_group), memory.storage.device, memory.storage.data_ptr()
+    handles = every_rank(process_group, memory.handle)
+    addresses, fault = _attempt(
+        lambda: [own if other == rank else memory.open(handle) for other, handle in enumerate(handles)]
+    )
+    _raise_for(process_group, fault)
+    memory.keep_to_those()
+    return PeerBuffer(
+        layout=layout,
+        rank=rank,
+        own=torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storage).zero_(),
+        offsets=torch.tensor([address - own for address in addresses or ()], device=device),
+        state=torch.zeros(layout.state_words, dtype=torch.int32, device=device),
+        counts=torch.zeros(layout.size, dtype=torch.int32, device=device),
+        ids=torch.zeros(layout.places, layout.top_k, dtype=torch.int32, device=device),
+        weights=torch.zeros(layout.places, layout.top_k, device=device),
+        memory=memory,
+        process_group=process_group,
+    )
+
+
+def _try_out(buffer: PeerBuffer) -> None:
+    """Every rank writes a number to all, as a forward would; then all numbers are zero again."""
+    layout, process_group = buffer.layout, buffer.process_group
+    numbers = buffer.own[layout.numbers : layout.numbers + 8 * layout.size].view(torch.int64)
+    # Nobody writes before all have emptied theirs, looks before all have written, or empties before all have looked.
+    every_rank(process_group, numbers.tolist())
+    with on_device(buffer.own.device):
+        kernels.try_out[(1,)](buffer.own, buffer.offsets, RANK=buffer.rank, SIZE=layout.size, NUMBERS=layout.numbers)
+    every_rank(process_group, numbers.tolist())
+    missing = [rank for rank, number in enumerate(numbers.tolist()) if number >> 32 != 1]
+    _raise_for(process_group, f"what ranks {missing} wrote did not arrive" if missing else "")
+    numbers.zero_()
+    every_rank(process_group, numbers.tolist())
+
+
+def _release(process_group: dist.ProcessGroup, memory: SharedMemory | None) -> None:
+    if memory is not None:
+        memory.close_others()
+    # Nobody's memory goes while another may have it open.
+    every_rank(process_group, None)
+    if memory is not None:
+        memory.free()
+
+
+def _attempt(action: Callable[[], _Result]) -> tuple[_Result | None, str]:
+    """What an action gives, or why the system refuses it."""
+    try:
+        return action(), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _raise_for(process_group: dist.ProcessGroup, fault: str) -> None:
+    """`PluginError` on every rank, where any of them has a fault."""
+    faults = [f"rank {rank}: {found}" for rank, found in enumerate(every_rank(process_group, fault)) if found]
+    if faults:
+        raise PluginError(
+            f"dispatcher peer_memory: the ranks cannot use each other's memory ({'; '.join(faults)}); {_INSTEAD}"
+        )
