@@ -6,12 +6,15 @@ what frees one, is theirs.
 
 from __future__ import annotations
 
+import platform
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import attrs
+
+from moe_core.errors import PluginError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +30,16 @@ def every_rank(process_group: ProcessGroup, mine: Any) -> list[Any]:
     shown: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(shown, mine, group=process_group)
     return shown
+
+
+def check_one_host(process_group: ProcessGroup, dispatcher: str) -> None:
+    """Raise `PluginError` on every rank, which names `dispatcher` and hosts, unless all are on one; a collective."""
+    hosts = sorted(set(every_rank(process_group, platform.node())))
+    if len(hosts) > 1:
+        raise PluginError(
+            f"dispatcher {dispatcher} is for the ranks of one host, these ranks are on {', '.join(hosts)}; pin "
+            "a2a_backend='torch_alltoall'"
+        )
 
 
 @attrs.define(eq=False)

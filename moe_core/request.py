@@ -204,6 +204,11 @@ class LayerRequest:
         """Most experts that one rank owns, copies counted."""
         return -(-self.num_slots // self.ep_size)
 
+    @property
+    def rows_per_token(self) -> float:
+        """Rows that an expert gets on average for each token of a rank, if all ranks have as many."""
+        return self.ep_size * self.top_k / self.num_slots
+
     def local_slots(self, rank: int) -> range:
         """The slots of expert-parallel `rank`: the ids by which dispatchers and runners know its experts."""
         return self.placement.local_slots(self.num_experts, self.ep_size, rank)

@@ -12,6 +12,7 @@ import pytest
 from ranks import RankError, run_on_ranks
 
 from moe_core import ExpertGroup, rank_buffers
+from moe_core.errors import PluginError
 from moe_core.rank_buffers import BufferRegistry, every_rank
 
 
@@ -32,6 +33,16 @@ SMALL, LARGE = Geometry("decode", 64), Geometry("decode", 128)
 
 def free(buffer: Buffer) -> None:
     buffer.freed = True
+
+
+@pytest.mark.error_path
+def test_ranks_on_two_hosts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = None
+    monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: [mine, mine])
+    rank_buffers.check_one_host(group, "fabric")
+    monkeypatch.setattr(rank_buffers, "every_rank", lambda group, mine: ["south", "north", "south"])
+    with pytest.raises(PluginError, match=r"dispatcher fabric .* these ranks are on north, south; pin a2a_backend="):
+        rank_buffers.check_one_host(group, "fabric")
 
 
 @pytest.fixture

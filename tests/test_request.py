@@ -119,6 +119,12 @@ def test_sizes_are_those_of_one_rank() -> None:
     assert (sizes["num_local_experts"], sizes["intermediate_size"], sizes["max_tokens"]) == (3, 32, 7)
 
 
+def test_rows_of_an_expert_follow_tokens_and_ranks() -> None:
+    # 4 ranks bring 3 slots for each of their tokens, and 12 slots hold experts, copies counted.
+    copies = ExpertPlacement("map", (*range(10), 0, 3))
+    assert request(num_experts=10, top_k=3, ep_size=4, placement=copies).rows_per_token == 1.0
+
+
 def test_the_pin_of_a_workload_wins() -> None:
     layer = request(a2a_backend="none", runner_backend="torch")
     assert layer.pins(Workload()) == Pins("none", "torch")

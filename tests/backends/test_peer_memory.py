@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
-import peer_layers
 import pytest
 import torch
 from layers import exact, random_tensors, random_tokens
@@ -17,11 +18,15 @@ from triton_layers import both_manager
 
 from moe_core import ExpertPlacement, LayerRequest, Workload, make_plan
 from moe_core.environment import load_environment
-from moe_core.errors import ResolutionError
-from moe_core.kernels.triton.peer.memory import shared_memory
+from moe_core.errors import PluginError, ResolutionError
 from moe_core.quant import FP16
 
 pytest.importorskip("triton", reason="needs triton")
+import peer_layers
+
+from moe_core.kernels.triton.peer.buffer import PeerBuffer
+from moe_core.kernels.triton.peer.memory import shared_memory
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of a CPU need the interpreter; see *_cuda")
 
 LAYER = LayerRequest(
@@ -171,6 +176,19 @@ def test_a_forward_that_was_left_midway_is_not_taken_for_the_next() -> None:
         assert "was left between dispatch and combine" in own
         assert own == others
         assert distances == [0.0, 0.0]
+
+
+@pytest.mark.error_path
+def test_a_capture_cannot_look_whether_a_forward_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = dict.fromkeys(field.name for field in attrs.fields(PeerBuffer))
+    fields |= {"own": SimpleNamespace(device=torch.device("cuda")), "is_open": True}
+    buffer: Any = PeerBuffer(**fields)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(PluginError, match="run a forward on all ranks before the next capture"):
+        buffer.begin()
+    buffer.end()
+    buffer.begin()
+    assert buffer.is_open
 
 
 @pytest.mark.error_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import attrs
-import peer_layers
 import pytest
 import torch
 from layers import exact, random_tensors, random_tokens
@@ -11,6 +10,9 @@ from ranks import run_on_ranks
 from reference_moe import rel
 
 from moe_core import LayerRequest, Workload
+
+pytest.importorskip("triton", reason="needs triton")
+import peer_layers
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 

@@ -122,7 +122,7 @@ def left_midway(
     BUFFERS.free_unused(group.require_process_group("the test"))
     layers.append(peer_layer(request, tensors, group))
     # A capture that failed has marked the buffer and sent nothing.
-    layers[0]._bound.routes[0].dispatch.__self__._shared.buffer.turn.is_open = True
+    layers[0]._bound.routes[0].dispatch.__self__._shared.buffer.is_open = True
     return said, [float((layers[0](*tokens) - before).abs().max()) for _ in range(2)]
 
 

@@ -80,7 +80,7 @@ class PeerMemory:
             buffer, torch.tensor(first_slots, dtype=torch.int32, device=device), facts.multiprocessors, facts.pdl
         )
         self._device, self._capacity, self._num_slots = device, layout.capacity, request.num_slots
-        self._rows_per_token = group.size * request.top_k / request.num_slots
+        self._rows_per_token = request.rows_per_token
 
     def dispatch(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[StandardTokens, Sent]:
         """`[T, H]` of this rank -> tokens of all ranks `[size * max_tokens, H]` with local ids."""

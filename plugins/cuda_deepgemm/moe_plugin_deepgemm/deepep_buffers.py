@@ -7,7 +7,6 @@ its own. Making one and freeing one wait for all ranks of the group.
 from __future__ import annotations
 
 import math
-import platform
 from typing import Any
 
 import attrs
@@ -78,12 +77,7 @@ class BufferRegistry(rank_buffers.BufferRegistry[Geometry]):
         """Raises `PluginError` for ranks on several hosts, or others than those of a low-latency buffer that exists."""
         if geometry.mode == _LOW_LATENCY:
             self._check_ranks(process_group)
-        hosts = sorted(set(rank_buffers.every_rank(process_group, platform.node())))
-        if len(hosts) > 1:
-            raise PluginError(
-                f"dispatcher deepep is declared for the GPUs of one host, these ranks are on {', '.join(hosts)}; pin "
-                "a2a_backend='torch_alltoall'"
-            )
+        rank_buffers.check_one_host(process_group, "deepep")
         return _make(process_group, geometry)
 
     def _check_ranks(self, process_group: dist.ProcessGroup) -> None:

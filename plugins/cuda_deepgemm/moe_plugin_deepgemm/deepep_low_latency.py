@@ -60,7 +60,7 @@ class LowLatencyExchange:
         geometry = low_latency_geometry(plan, route, self._ids.num_experts)
         self._capacity = geometry.capacity
         # Typical rows of an expert, for every number of tokens.
-        rows_per_token = group.size * request.top_k / request.num_slots
+        rows_per_token = request.rows_per_token
         self._expected_rows = [max(1, round(count * rows_per_token)) for count in range(self._capacity + 1)]
         self._shared = BUFFERS.get(group.require_process_group("dispatcher deepep"), geometry)
         buffer, packed = self._shared.buffer, token_dtype.scales == "ue8m0_128"

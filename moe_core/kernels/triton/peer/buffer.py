@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -16,24 +15,13 @@ from moe_core.kernels.triton.peer import kernels
 from moe_core.kernels.triton.peer.layout import PeerLayout
 from moe_core.kernels.triton.peer.memory import SharedMemory, shared_memory
 from moe_core.payloads import Tensor
-from moe_core.rank_buffers import every_rank
+from moe_core.rank_buffers import check_one_host, every_rank
 
 _Result = TypeVar("_Result")
 _INSTEAD = "pin a2a_backend='torch_alltoall'"
 
 
-@attrs.define
-class Turn:
-    """What this rank is in the middle of.
-
-    Attributes:
-        is_open: Whether it has sent tokens, or captured that, and not brought their sums back.
-    """
-
-    is_open: bool = False
-
-
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True)
 class PeerBuffer:
     """The buffers of all ranks of a group, as this one sees them.
 
@@ -49,7 +37,7 @@ class PeerBuffer:
         weights: `[size * capacity, K]` fp32, their router weights.
         memory: What holds all of it.
         process_group: The ranks.
-        turn: Of all that use this buffer.
+        is_open: Whether a forward has begun, or its capture, and not brought its sums back.
     """
 
     layout: PeerLayout
@@ -62,7 +50,7 @@ class PeerBuffer:
     weights: Tensor
     memory: SharedMemory
     process_group: dist.ProcessGroup
-    turn: Turn = attrs.field(factory=Turn)
+    is_open: bool = False
 
     @property
     def tokens(self) -> Tensor:
@@ -75,26 +63,30 @@ class PeerBuffer:
 
         Raises:
             PluginError: The one before was left midway. Other ranks count it, so that this one's sums would be those
-                of other tokens.
+                of other tokens. Or perhaps it was, and this is a capture, which cannot look.
         """
-        if self.turn.is_open and self._is_midway():
+        if self.is_open:
+            self._check_left()
+        self.is_open = True
+
+    def end(self) -> None:
+        """This forward has all its launches."""
+        self.is_open = False
+
+    def _check_left(self) -> None:
+        """A capture that failed has sent nothing, which is no harm. Waits for the device."""
+        if self.own.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise PluginError(
+                "dispatcher peer_memory: a forward of this rank, or its capture, did not come to its end, and a "
+                "capture cannot find out which; run a forward on all ranks before the next capture"
+            )
+        sent, _, _, added_up = self.state[:4].tolist()
+        if sent != added_up:
             raise PluginError(
                 "dispatcher peer_memory: a forward of this rank was left between dispatch and combine (it raised an "
                 "error, or another one began meanwhile), so that the ranks no longer agree which forward is which; "
                 "end the processes of all ranks, or drop their layers and call BUFFERS.free_unused on all of them"
             )
-        self.turn.is_open = True
-
-    def end(self) -> None:
-        """This forward has all its launches."""
-        self.turn.is_open = False
-
-    def _is_midway(self) -> bool:
-        """Whether tokens were sent indeed: a capture that failed has sent nothing. Waits for the device."""
-        if self.own.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        sent, _, _, added_up = self.state[:4].tolist()
-        return bool(sent != added_up)
 
     def free(self) -> None:
         """Give the memory back; a collective."""
@@ -112,11 +104,7 @@ def make_peer_buffer(process_group: dist.ProcessGroup, layout: PeerLayout) -> Pe
     Raises:
         PluginError: On every rank, where one of them cannot reach the memory of another.
     """
-    hosts = sorted(set(every_rank(process_group, platform.node())))
-    if len(hosts) > 1:
-        raise PluginError(
-            f"dispatcher peer_memory is for the ranks of one host, these are on {', '.join(hosts)}; {_INSTEAD}"
-        )
+    check_one_host(process_group, "peer_memory")
     is_cpu = layout.device_type == "cpu"
     device = torch.device("cpu") if is_cpu else torch.device(layout.device_type, torch.cuda.current_device())
     memory, fault = _attempt(lambda: shared_memory(layout.num_bytes, device))

@@ -122,8 +122,7 @@ class _DriverMemory(SharedMemory):
         return address.value
 
     def keep_to_those(self) -> None:
-        # Nothing is left that could be opened by mistake.
-        self.handle = b""
+        """It has no name that would have to go."""
 
     def close_others(self) -> None:
         while self._opened:
