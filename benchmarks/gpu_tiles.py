@@ -191,11 +191,11 @@ class Problem:
 def precompile(jobs: list[tuple[str, tuple[str, ...], bool, Tile]]) -> list[str]:
     """Compile in worker processes that need no GPU; returns what failed."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context, initializer=_compile_only) as pool:
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context, initializer=compile_only) as pool:
         return [error for error in pool.map(_compile, jobs, chunksize=2) if error]
 
 
-def _compile_only() -> None:
+def compile_only() -> None:
     """Make a launch a compilation for Hopper."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
@@ -287,10 +287,10 @@ def show(title: str, own: TilePair, found: tuple[dict[Tile, float], dict[Tile, f
     for first, second in sorted(pairs, key=lambda pair: found[0][pair[0]] + found[1][pair[1]]):
         times = found[0][first], found[1][second]
         print(f"{sum(times):9.1f} = {times[0]:.1f} + {times[1]:.1f} us", "(the table's)" * ((first, second) == own))
-        print(f"            {_short(first)}, {_short(second)}", flush=True)
+        print(f"            {written(first)}, {written(second)}", flush=True)
 
 
-def _short(tile: Tile) -> str:
+def written(tile: Tile) -> str:
     """As it is written in the table."""
     sizes = ", ".join(str(size) for size in attrs.astuple(tile)[:5])
     rest = attrs.asdict(tile, filter=lambda field, value: field.default is not attrs.NOTHING and value != field.default)
@@ -328,7 +328,13 @@ def main(
             problem = Problem(operands, shape, tokens, "cuda", multiprocessors)
             mean = tokens * problem.top_k / problem.experts
             blocks = (_BLOCK, _BLOCK) if operands == "byte" else (0, 0)
-            table = TileTable(operands=operands, shared_bytes=_FULL_SHARED, descriptors=True, block_columns=blocks)
+            table = TileTable(
+                operands=operands,
+                shared_bytes=_FULL_SHARED,
+                descriptors=True,
+                device_name=torch.cuda.get_device_name(),
+                block_columns=blocks,
+            )
             own = table.choose(mean)
             found = []
             for second in (False, True):

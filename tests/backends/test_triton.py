@@ -8,7 +8,7 @@ import torch
 from layers import exact, random_tensors, random_tokens
 from oracle import TOLERANCE, make_params, relative_error
 from oracle import layer as exact_layer
-from triton_layers import DEVICE, output, triton_layer
+from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_layer
 
 from moe_core import LayerRequest, RawWeights
 from moe_core.activation import SWIGLU, ActivationSpec
@@ -73,6 +73,16 @@ def test_a_dispatcher_says_how_many_rows_an_expert_has(
     # The hint changes no value.
     assert relative_error(experts(sent).cpu(), exact(LAYER, tensors, tokens)) < TOLERANCE[torch.bfloat16]
     assert asked == [rows]
+
+
+@pytest.mark.parametrize(("card", "rows"), fewest_rows("half"))
+def test_every_tile_of_a_card(card: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_card(card, monkeypatch)
+    request = attrs.evolve(LAYER, num_experts=2, top_k=1)
+    tensors = random_tensors(request)
+    tokens = random_tokens(request, 2 * rows)
+    want = exact(request, tensors, tokens)
+    assert relative_error(output(triton_layer(request, tensors), tokens), want) < TOLERANCE[torch.bfloat16]
 
 
 def test_router_weights_on_the_input() -> None:

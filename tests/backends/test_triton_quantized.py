@@ -10,7 +10,7 @@ import torch
 from layers import random_tokens
 from oracle import activate, relative_error
 from quantized import QUANTS, random_quantized
-from triton_layers import output, triton_layer
+from triton_layers import fewest_rows, output, pretend_card, triton_layer
 
 from moe_core import LayerRequest
 from moe_core.activation import SWIGLU
@@ -94,7 +94,7 @@ def test_scheme(name: str, a2a_backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "name"),
-    [*((rows, "w8a16_int8") for rows in MEASURED["byte_weight"]), (24, "mxfp8_w8a16"), (48, "int8_groups")],
+    [*((rows, "w8a16_int8") for rows in MEASURED["H100"]["byte_weight"]), (24, "mxfp8_w8a16"), (48, "int8_groups")],
 )
 def test_every_tile_of_8_bit_weights_beside_floats(rows: float, name: str) -> None:
     # An expert's share of the rows is as many as these tiles are for at most, or beyond all others.
@@ -102,6 +102,15 @@ def test_every_tile_of_8_bit_weights_beside_floats(rows: float, name: str) -> No
     tensors, meaning = random_quantized(request)
     tokens = random_tokens(request, 2 * int(min(rows, 97)))
     assert relative_error(output(triton_layer(request, tensors), tokens), _exact(tokens, meaning)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("card", "rows"), fewest_rows("byte"))
+def test_every_tile_of_8_bit_weights_beside_8_bit_rows(card: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_card(card, monkeypatch)
+    request = _request(QUANTS["fp8_block128"], num_experts=2, top_k=1)
+    tensors, meaning = random_quantized(request)
+    tokens = random_tokens(request, 2 * rows)
+    assert relative_error(output(triton_layer(request, tensors), tokens), _exact(tokens, meaning)) < FP8_TOLERANCE
 
 
 @pytest.mark.parametrize(

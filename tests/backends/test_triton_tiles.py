@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from triton_layers import pretend_card, triton_layer
 
-from moe_core.backends.triton.tiles import MEASURED, TileTable
+from moe_core import LayerRequest
+from moe_core.backends.triton import tiles
+from moe_core.backends.triton.tiles import MEASURED, OPERANDS, TileTable, measured
 
 #: Of one program on Hopper, and on consumer cards.
 LARGE, SMALL = 227 << 10, 99 << 10
@@ -16,9 +20,10 @@ def _bytes(table: TileTable, tile: object, halves: int) -> int:
 
 
 @pytest.mark.parametrize("shared", [LARGE, SMALL])
-@pytest.mark.parametrize("operands", MEASURED)
-def test_every_tile_fits_into_shared_memory(operands: str, shared: int) -> None:
-    table = TileTable(operands=operands, shared_bytes=shared, descriptors=True)
+@pytest.mark.parametrize("card", MEASURED)
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_every_tile_fits_into_shared_memory(operands: str, card: str, shared: int) -> None:
+    table = TileTable(operands=operands, shared_bytes=shared, descriptors=True, device_name=f"NVIDIA {card}")
     for rows in (0.1, 4, 20, 40, 64, 200, 6000):
         first, second = table.choose(rows)
         assert first.m == second.m
@@ -32,9 +37,30 @@ def test_more_rows_per_expert_take_larger_tiles() -> None:
     assert rows == [16, 16, 32, 32, 64, 128, 128]
 
 
+@pytest.mark.parametrize("card", MEASURED)
 @pytest.mark.parametrize("operands", ["byte_weight", "narrow"])
-def test_weights_that_are_decoded_are_swapped_with_four_warps_only(operands: str) -> None:
-    assert all(tile.num_warps == 4 for pair in MEASURED[operands].values() for tile in pair if tile.swap)
+def test_weights_that_are_decoded_are_swapped_with_four_warps_only(operands: str, card: str) -> None:
+    assert all(tile.num_warps == 4 for pair in measured(operands, card).values() for tile in pair if tile.swap)
+
+
+def test_a_card_has_its_own_tiles_and_others_those_of_an_h100() -> None:
+    found = {name: measured("half", name) for name in ("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "A100")}
+    h100, h200 = MEASURED["H100"]["half"], MEASURED["H200"]["half"]
+    assert h100 != h200
+    assert [*found.values()] == [h200, h200, h100, h100]
+    assert measured("narrow", "NVIDIA H200") == MEASURED["H100"]["narrow"]
+
+
+def test_a_layer_gets_the_tiles_of_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_card("NVIDIA H200", monkeypatch)
+    asked: list[str] = []
+    monkeypatch.setattr(tiles, "measured", lambda operands, name: asked.append(name) or measured(operands, name))
+    request = LayerRequest(
+        num_experts=2, top_k=1, hidden_size=16, intermediate_size=16, dtype="bf16", runner_backend="triton"
+    )
+    weights = {"w13": torch.randn(2, 32, 16).bfloat16(), "w2": torch.randn(2, 16, 16).bfloat16()}
+    triton_layer(request, weights)
+    assert set(asked) == {"NVIDIA H200"}
 
 
 def test_no_descriptors_where_the_device_or_the_weights_have_none() -> None:
@@ -49,6 +75,6 @@ def test_a_step_stays_inside_a_block_of_scales() -> None:
 
 
 def test_a_table_of_ones_own() -> None:
-    pair = MEASURED["half"][24]
+    pair = MEASURED["H100"]["half"][24]
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=False, pairs={32: pair})
     assert table.choose(1) == table.choose(1000) == pair

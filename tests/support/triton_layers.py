@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+import attrs
+import pytest
 import torch
 
 from moe_core import BackendManager, LayerRequest, MoELayer, RawWeights
@@ -33,6 +35,22 @@ def triton_layer(request: LayerRequest, weights: RawWeights | dict[str, torch.Te
     raw.tensors = {name: tensor.to(DEVICE) for name, tensor in raw.tensors.items()}
     layer.load_weights(raw)
     return layer
+
+
+def fewest_rows(operands: str) -> list[tuple[str, int]]:
+    """Every card with tiles of its own for these operands, and the fewest rows per expert that each of them is for."""
+    from moe_core.backends.triton.tiles import MEASURED
+
+    own = {card: [*tables[operands]] for card, tables in MEASURED.items() if operands in tables}
+    return [(card, int(most) + 1) for card, rows in own.items() for most in (0, *rows[:-1])]
+
+
+def pretend_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers get the tiles of this card."""
+    from moe_core.backends.triton import experts
+
+    real = experts.device_of
+    monkeypatch.setattr(experts, "device_of", lambda device: attrs.evolve(real(device), name=name))
 
 
 def output(layer: MoELayer, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ class Device:
     """The facts that launches depend on.
 
     Attributes:
+        name: Of the card, as its driver says it.
         shared_bytes: Shared memory that one program may have.
         multiprocessors: How many it has.
         tma: Whether it has a bulk copy engine that reads tensors by descriptors.
@@ -22,6 +23,7 @@ class Device:
             wait for it themselves before they read anything.
     """
 
+    name: str
     shared_bytes: int
     multiprocessors: int
     tma: bool
@@ -29,7 +31,7 @@ class Device:
 
 
 #: Under the interpreter: enough for every tile of the table.
-_INTERPRETED = Device(shared_bytes=227 << 10, multiprocessors=2, tma=True, pdl=False)
+_INTERPRETED = Device(name="", shared_bytes=227 << 10, multiprocessors=2, tma=True, pdl=False)
 
 
 @functools.cache
@@ -40,4 +42,4 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     tma, pdl = properties.major >= 9, has_dependent_launches(device)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(shared_bytes, properties.multi_processor_count, tma=tma, pdl=pdl)
+    return Device(properties.name, shared_bytes, properties.multi_processor_count, tma=tma, pdl=pdl)

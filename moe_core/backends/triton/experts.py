@@ -47,6 +47,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | F
     weight_on_input = request.weight_on_input and format_ in ("standard", "fused")
     table = TileTable(
         operands=operands_of(quant.w13, quant.w2),
+        device_name=device.name,
         shared_bytes=device.shared_bytes,
         descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
         halves=request.activation.rows_per_channel,

@@ -22,42 +22,80 @@ OPERANDS = ("half", "byte", "byte_weight", "narrow")
 _BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}
 
 
-#: Most rows per expert, on average, and the tiles that are best up to there; H100, 2026-11-28 (docs/benchmarks.md).
-#: With few rows, weights are the operand of 64 rows; with many, they come through the bulk copy engine.
-MEASURED: dict[str, dict[float, TilePair]] = {
-    "half": {
-        8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        24: (Tile(32, 32, 128, 4, 2, swap=True), Tile(32, 64, 128, 4, 2, swap=True)),
-        48: (Tile(64, 128, 64, 8, 3, tma=True), Tile(64, 128, 64, 8, 3, tma=True, tma_rows=True)),
-        # Weights are still what takes the time.
-        96: (Tile(128, 64, 128, 8, 3, tma=True), Tile(128, 128, 128, 4, 3, tma=True, tma_rows=True)),
-        256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True)),
-        math.inf: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 3, tma=True, tma_rows=True, resident=1)),
+#: Card -> operands -> most rows per expert, on average, and the tiles that are best up to there (docs/benchmarks.md;
+#: H100 2026-11-28, H200 2026-11-29). With few rows, weights are the operand of 64 rows; with many, they come through
+#: the bulk copy engine. An H200 has the multiprocessors of an H100 and 1.4 times its bandwidth: there, two or more
+#: programs on each hide each other's beginning and end, where on an H100 one with more steps in flight is as good.
+MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
+    "H100": {
+        "half": {
+            8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+            24: (Tile(32, 32, 128, 4, 2, swap=True), Tile(32, 64, 128, 4, 2, swap=True)),
+            48: (Tile(64, 128, 64, 8, 3, tma=True), Tile(64, 128, 64, 8, 3, tma=True, tma_rows=True)),
+            # Weights are still what takes the time.
+            96: (Tile(128, 64, 128, 8, 3, tma=True), Tile(128, 128, 128, 4, 3, tma=True, tma_rows=True)),
+            256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True)),
+            math.inf: (
+                Tile(128, 128, 64, 8, 4, tma=True),
+                Tile(128, 256, 64, 8, 3, tma=True, tma_rows=True, resident=1),
+            ),
+        },
+        "byte": {
+            8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 5, swap=True)),
+            24: (Tile(32, 32, 128, 4, 6, swap=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True)),
+            math.inf: (
+                Tile(64, 128, 128, 8, 4, tma=True),
+                Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
+            ),
+        },
+        # Weights that are decoded are swapped only with four warps: with eight, Triton 3.6 computed int4 ones wrongly,
+        # now and then. That leaves 7 % at 512 rows per expert.
+        "byte_weight": {
+            8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+            24: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
+            48: (Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 64, 4, 4)),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
+        "narrow": {
+            8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+            24: (Tile(32, 32, 64, 4, 4, swap=True), Tile(32, 64, 64, 4, 4, swap=True)),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
     },
-    "byte": {
-        8: (Tile(16, 32, 128, 4, 6, swap=True), Tile(16, 64, 128, 4, 5, swap=True)),
-        24: (Tile(32, 32, 128, 4, 6, swap=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True)),
-        math.inf: (
-            Tile(64, 128, 128, 8, 4, tma=True),
-            Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
-        ),
-    },
-    # Weights that are decoded are swapped only with four warps: with eight, Triton 3.6 computed int4 ones wrongly, now
-    # and then. That leaves 7 % at 512 rows per expert.
-    "byte_weight": {
-        8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        24: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
-        48: (Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 64, 4, 4)),
-        96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-        math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
-    },
-    "narrow": {
-        8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        24: (Tile(32, 32, 64, 4, 4, swap=True), Tile(32, 64, 64, 4, 4, swap=True)),
-        96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-        math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+    "H200": {
+        "half": {
+            8: (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True)),
+            24: (Tile(32, 64, 128, 4, 2, swap=True, tma=True), Tile(32, 128, 64, 4, 5, swap=True)),
+            48: (Tile(64, 64, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 4, tma=True, tma_rows=True)),
+            96: (Tile(128, 64, 64, 8, 7, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True)),
+            256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True, resident=1)),
+            math.inf: (
+                Tile(128, 128, 64, 8, 4, tma=True),
+                Tile(128, 256, 64, 8, 3, tma=True, tma_rows=True, resident=1),
+            ),
+        },
+        "byte": {
+            8: (Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True)),
+            24: (Tile(32, 64, 128, 4, 5, swap=True, tma=True), Tile(32, 128, 128, 4, 3, swap=True)),
+            96: (Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 128, 4, 3, tma=True, tma_rows=True)),
+            math.inf: (
+                Tile(64, 128, 128, 8, 4, tma=True),
+                Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
+            ),
+        },
     },
 }
+#: The card whose tiles others get, and every card those for operands that were not measured on it.
+_USUAL = "H100"
+
+
+def measured(operands: str, device_name: str) -> dict[float, TilePair]:
+    """The tiles for these operands on a device, by the name of its card."""
+    card = next((card for card in MEASURED if card in device_name), _USUAL)
+    return MEASURED[card].get(operands, MEASURED[_USUAL][operands])
+
 
 #: One token: tiles of both projections (H100, 2026-11-28).
 ONE_TOKEN = (VectorTile(8, 512, 4), VectorTile(4, 1024, 8))
@@ -71,6 +109,7 @@ class TileTable:
         operands: One of `OPERANDS`.
         shared_bytes: Shared memory that one program may have.
         descriptors: Whether the device has a bulk copy engine and can read both projections with it.
+        device_name: As its driver says it; tells which card's tiles are taken.
         halves: 2 for a gated layer, whose first GEMM reads two weight rows per output, else 1.
         block_columns: Inputs that share a weight scale in either GEMM, 0 for all; a step must lie within a block.
         pairs: Most rows per expert, on average and ascending -> tiles; more rows than the last take its tiles.
@@ -80,6 +119,7 @@ class TileTable:
     operands: str
     shared_bytes: int
     descriptors: bool
+    device_name: str = ""
     halves: int = 2
     block_columns: tuple[int, int] = (0, 0)
     pairs: dict[float, TilePair] = attrs.field()
@@ -88,7 +128,7 @@ class TileTable:
 
     @pairs.default
     def _measured(self) -> dict[float, TilePair]:
-        return MEASURED[self.operands]
+        return measured(self.operands, self.device_name)
 
     @_allowed_pairs.default
     def _allow(self) -> tuple[tuple[float, TilePair], ...]:

@@ -1,0 +1,271 @@
+"""Which tiles make whole layers on the Triton runner fastest, for the table of `moe_core.backends.triton.tiles`.
+
+Run: python benchmarks/gpu_layer_tiles.py "bf16:qwen3-30b-a3b:16,64,256"        (needs an NVIDIA GPU and a C compiler)
+
+`gpu_tiles.py` times GEMMs alone. With few rows, sorting, rounding and the ends of launches are a tenth of the time, and
+which tiles overlap with them best is seen in whole layers only. Candidates of the first GEMM take turns beside the
+table's second one, those of the second beside the best first one, and the best of both beside each other, all as
+captured graphs over several inputs. Prints medians; a candidate counts if its result is that of the table's own tiles.
+Every candidate is compiled beforehand, in as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import torch
+import triton
+import typer
+from gpu_tiles import TOLERANCE, compile_only, written
+
+from moe_core import MoELayer, RawWeights
+from moe_core.backends.triton import device, tiles
+from moe_core.backends.triton.tiles import TilePair, TileTable
+from moe_core.bound import BoundExperts
+from moe_core.environment import load_environment
+from moe_core.kernels.triton.tiles import Tile
+from moe_core.manager import default_manager
+from moe_core.measurements import MeasurementTable
+from moe_core.planner import make_plan
+from moe_core.quant import SCHEMES
+from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.shapes import SHAPES
+from moe_core.tuning.timing import Prepared, Timing, prepare, take_turns
+from moe_core.weights.expected import expected_tensors
+
+#: Scheme, shape and numbers of tokens.
+CELLS = (
+    "bf16:qwen3-30b-a3b:16,64,256",
+    "fp8_block128:qwen3-30b-a3b:16,64,256",
+    "bf16:mixtral-8x7b:256",
+)
+#: Name of a scheme -> what both projections multiply.
+OPERANDS = {"bf16": "half", "fp8_block128": "byte", "w8a8_int8": "byte"}
+#: Kilobytes that a program takes of a multiprocessor's shared memory beside its steps, and those of all programs.
+_BESIDE, _SHARED = 2, 228
+
+
+def candidates(operands: str, m: int, halves: int) -> Iterator[Tile]:
+    """Tiles of `m` rows: steps of some sizes, as many in flight as leave room for one to four programs."""
+    value = 2 if operands == "half" else 1
+    steps = (64, 128, 256) if operands == "half" else (128,)
+    for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+        for k in steps if m < 64 else steps[:2]:
+            step = k * value * (m + rows)
+            depths = {min(8, ((_SHARED // programs - _BESIDE) << 10) // step) for programs in (1, 2, 3, 4)}
+            for depth in sorted(depths - {0, 1}):
+                yield from _fetched(Tile(m, rows // halves, k, warps, depth), halves)
+
+
+def _fetched(tile: Tile, halves: int) -> Iterator[Tile]:
+    """The ways to get the weights of a tile, and the rows of a second projection."""
+    if tile.m < 64:
+        if tile.num_warps == 4 or tile.k == 128:
+            yield attrs.evolve(tile, swap=True)
+            yield attrs.evolve(tile, swap=True, tma=True)
+        return
+    for swap in (False, True):
+        copied = attrs.evolve(tile, swap=swap, tma=True)
+        yield copied
+        if halves == 1:
+            yield attrs.evolve(copied, tma_rows=True)
+            if not swap:
+                yield attrs.evolve(copied, tma_rows=True, resident=1)
+
+
+def rows_per_tile(mean: float) -> tuple[int, ...]:
+    """Tiles worth a try for so many rows per expert, on average."""
+    return tuple(m for m in (16, 32, 64, 128) if mean <= 1.5 * m and (m == 16 or m <= 3 * mean))
+
+
+# --- compiling
+
+
+def precompile(jobs: list[tuple[str, str, TilePair]]) -> list[str]:
+    """Compile in worker processes that need no GPU; returns what failed."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context, initializer=_compile_only) as pool:
+        return [error for error in pool.map(_compile, jobs, chunksize=2) if error]
+
+
+def _compile_only() -> None:
+    compile_only()
+    # On a GPU launches depend on each other.
+    device._INTERPRETED = attrs.evolve(device._INTERPRETED, pdl=True)
+
+
+def _compile(job: tuple[str, str, TilePair]) -> str:
+    scheme, shape, pair = job
+    try:
+        request = attrs.evolve(SHAPES[shape], num_experts=SHAPES[shape].top_k)
+        layer_request = request.request(quant=SCHEMES[scheme], runner_backend="triton")
+        wanted = expected_tensors(layer_request, request.top_k)
+        tensors = {name: torch.zeros(each.shape, dtype=each.dtypes[0]) for name, each in wanted.items()}
+        ids = torch.arange(request.top_k).repeat(2, 1)
+        layer = MoELayer(layer_request, environment=load_environment("h100"))
+        with only(pair):
+            layer.load_weights(RawWeights(tensors=tensors))
+        layer(torch.zeros(2, request.hidden_size).bfloat16(), ids, torch.ones(2, request.top_k))
+    except Exception as error:
+        return f"{scheme} {_written(pair)}: {type(error).__name__}: {str(error)[-200:]}"
+    return ""
+
+
+@contextmanager
+def only(pair: TilePair | None) -> Iterator[None]:
+    """Layers that are bound inside have these tiles at any number of rows; the table's for None."""
+    kept = tiles.measured
+    if pair is not None:
+        tiles.measured = lambda operands, device_name: {math.inf: pair}
+    try:
+        yield
+    finally:
+        tiles.measured = kept
+
+
+def _written(pair: TilePair | None) -> str:
+    return "the table's" if pair is None else ", ".join(map(written, pair))
+
+
+# --- timing
+
+
+class Race:
+    """One layer with any tiles."""
+
+    def __init__(self, scheme: str, shape: str, log: list[dict[str, Any]]) -> None:
+        self.scheme, self.shape, self.log = scheme, shape, log
+        self.request = SHAPES[shape].request(quant=SCHEMES[scheme], runner_backend="triton")
+        self.manager = default_manager()
+        self.plan, _ = make_plan(self.manager, self.request, self.manager.probe("cuda"), MeasurementTable())
+        raw = RawWeights(tensors=random_weights(self.request, "cuda"))
+        self.weights = self.manager.process_weights(self.plan, raw, None)
+
+    def run(self, tokens: int, pairs: list[TilePair], title: str, seconds: float) -> list[TilePair]:
+        """The pairs whose results are right, quickest first."""
+        batches = Batches.random(self.request, tokens, "cuda")
+        own = self._ready(batches, None)
+        want = [each.clone() for each in own.outputs]
+        ready = {_written(None): own}
+        named = {_written(pair): pair for pair in pairs}
+        for name, pair in named.items():
+            try:
+                made = self._ready(batches, pair)
+            except Exception as error:
+                print(f"failed: {name}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
+                continue
+            if (worst := max(map(_error, made.outputs, want))) < TOLERANCE:
+                ready[name] = made
+            else:
+                print(f"wrong: {name}: error {worst:.1e}", flush=True)
+        timings = take_turns(ready, 21, seconds)
+        self._show(timings, tokens, title)
+        return [named[name] for name in _ranked(timings) if name in named]
+
+    def _ready(self, batches: Batches, pair: TilePair | None) -> Prepared:
+        with only(pair):
+            layer = BoundExperts(self.plan, self.weights, self.manager)
+        made = prepare(batches.calls(layer), "cuda")
+        torch.cuda.synchronize()
+        return made
+
+    def _show(self, timings: dict[str, Timing], tokens: int, title: str) -> None:
+        print(f"== {self.scheme}, {self.shape}, {tokens} tokens: {title}")
+        own = timings[_written(None)].microseconds
+        for name in _ranked(timings):
+            us = timings[name].microseconds
+            print(f"{us:9.1f} us {100 * us / own:6.1f} %  {name}", flush=True)
+            cell = {"scheme": self.scheme, "shape": self.shape, "tokens": tokens, "title": title}
+            self.log.append({**cell, "microseconds": us, "smallest": timings[name].smallest, "tiles": name})
+
+
+def _ranked(timings: dict[str, Timing]) -> list[str]:
+    return sorted(timings, key=lambda name: timings[name].microseconds)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def starts(scheme: str, m: int, mean: float) -> TilePair:
+    """The table's tiles, or the first candidates where it has others of so many rows."""
+    own = TileTable(
+        operands=OPERANDS[scheme],
+        shared_bytes=_SHARED << 10,
+        descriptors=True,
+        device_name=torch.cuda.get_device_name(),
+    ).choose(mean)
+    if own[0].m == m:
+        return own
+    return next(candidates(OPERANDS[scheme], m, 2)), next(candidates(OPERANDS[scheme], m, 1))
+
+
+def search(race: Race, tokens: int, seconds: float) -> None:
+    """First GEMMs, second ones, and the best of each beside each other."""
+    sizes, operands = SHAPES[race.shape], OPERANDS[race.scheme]
+    mean = tokens * sizes.top_k / sizes.num_experts
+    finals: list[TilePair] = []
+    for m in rows_per_tile(mean):
+        first, second = starts(race.scheme, m, mean)
+        pairs = [(each, second) for each in candidates(operands, m, 2)]
+        firsts = race.run(tokens, pairs, f"first GEMMs of {m} rows", seconds)
+        first = firsts[0][0] if firsts else first
+        pairs = [(first, each) for each in candidates(operands, m, 1)]
+        found = race.run(tokens, pairs, f"second GEMMs of {m} rows", seconds)
+        finals += [(one[0], other[1]) for one in firsts[:3] for other in found[:3]]
+    race.run(tokens, finals, "best of all", 2 * seconds)
+
+
+def jobs_of(cell: str) -> Iterator[tuple[str, str, TilePair]]:
+    """All pairs to be compiled: every candidate of either GEMM once."""
+    scheme, shape, counts = cell.split(":")
+    sizes = SHAPES[shape]
+    wanted = {m for count in counts.split(",") for m in rows_per_tile(int(count) * sizes.top_k / sizes.num_experts)}
+    for m in sorted(wanted):
+        firsts, seconds = ([*candidates(OPERANDS[scheme], m, halves)] for halves in (2, 1))
+        for index in range(max(len(firsts), len(seconds))):
+            yield scheme, shape, (firsts[index % len(firsts)], seconds[index % len(seconds)])
+
+
+def main(
+    cells: Annotated[list[str] | None, typer.Argument(help="scheme:shape:tokens,tokens,...; default: all.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds after which no further cell begins.")] = 270,
+    seconds: Annotated[float, typer.Option(help="How long to time the candidates of one GEMM.")] = 2,
+    output: Annotated[Path | None, typer.Option(help="File for all medians.")] = None,
+) -> None:
+    """Measure and print."""
+    began = time.perf_counter()
+    wanted = cells or list(CELLS)
+    jobs = [*dict.fromkeys(job for cell in wanted for job in jobs_of(cell))]
+    for error in precompile(jobs):
+        print("does not compile:", error, flush=True)
+    print(f"{len(jobs)} pairs compiled after {time.perf_counter() - began:.0f} s", flush=True)
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+    log: list[dict[str, Any]] = []
+    for cell in wanted:
+        scheme, shape, counts = cell.split(":")
+        race = Race(scheme, shape, log)
+        for tokens in map(int, counts.split(",")):
+            if time.perf_counter() - began > budget:
+                print(f"no time left for {cell}, {tokens} tokens", flush=True)
+                continue
+            search(race, tokens, seconds)
+            if output is not None:
+                output.write_text(json.dumps(log, indent=1))
+        del race
+        torch.cuda.empty_cache()
+    print(f"done after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
