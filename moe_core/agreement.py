@@ -23,14 +23,25 @@ _ADVICE = "give all of them equal requests, equal measurements, and plugins of e
 
 
 class Compared(enum.Enum):
-    """What ranks compare: its name, number of elements and dtype, and how a layer stands that one of them refuses."""
+    """What ranks compare.
+
+    Attributes:
+        word: What it is called in errors.
+        num_elements: Of the tensor that a rank sends; one more says whether it refuses.
+        dtype: Of that tensor.
+        outcome: How a layer stands that one of the ranks refuses.
+    """
 
     PLAN = "plan", hashlib.sha256().digest_size, torch.uint8, "no rank has loaded this layer"
     TOKEN_SCALE = "scale of tokens", 1, torch.float32, "nothing was written on any rank"
 
+    def __init__(self, word: str, num_elements: int, dtype: torch.dtype, outcome: str) -> None:
+        """Name the parts of a member."""
+        self.word, self.num_elements, self.dtype, self.outcome = word, num_elements, dtype, outcome
+
 
 @contextlib.contextmanager
-def telling(
+def telling_other_ranks(
     compared: Compared, group: ExpertGroup, device: torch.device, timeout: datetime.timedelta = TIMEOUT
 ) -> Iterator[None]:
     """Around what a rank checks before a comparison: if it raises, the other ranks raise in the comparison at once.
@@ -50,8 +61,8 @@ def telling(
     except Exception as error:
         if group.process_group is not None:
             try:
-                _, length, dtype, _ = compared.value
-                _exchange(torch.ones(length + 1, dtype=dtype, device=device), compared, group, group.size, timeout)
+                refusal = torch.ones(compared.num_elements + 1, dtype=compared.dtype, device=device)
+                _exchange(refusal, compared, group, group.size, timeout)
             except Exception as failure:
                 error.add_note(f"the other ranks could not be told: {failure}")
         raise
@@ -139,7 +150,7 @@ def _gather(
         who = (
             f"rank{'s' * (len(refusing) > 1)} {', '.join(refusing)} refused {'its' if len(refusing) == 1 else 'their'}"
         )
-        raise WeightsError(f"{who} weights: {compared.value[-1]}; the reason is in the error there")
+        raise WeightsError(f"{who} weights: {compared.outcome}; the reason is in the error there")
     return [part[:-1] for part in gathered]
 
 
@@ -154,7 +165,7 @@ def _exchange(
             work.wait(timeout)
     except RuntimeError as error:
         raise PlanMismatchError(
-            f"rank {group.rank} of {size}: not every rank sent its {compared.value[0]}, given up after "
+            f"rank {group.rank} of {size}: not every rank sent its {compared.word}, given up after "
             f"{time.monotonic() - start:.1f} s ({error}); this process group cannot be used any more: make a new one "
             "on every rank, or start the processes again"
         ) from error

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 
-from moe_core.agreement import Compared, check_agreement, check_token_scale, telling
+from moe_core.agreement import Compared, check_agreement, check_token_scale, telling_other_ranks
 from moe_core.errors import InputError, MoeCoreError, PluginError, is_interrupt, told
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
@@ -43,7 +43,9 @@ def check_reload(plan: MoEPlan, weights: RawWeights, group: ExpertGroup) -> None
         check_token_scale(_first_or_zero(weights.tensors["w13_input_scale"]), group)
 
 
-def telling_of_reload(plan: MoEPlan, group: ExpertGroup, device: torch.device) -> AbstractContextManager[None]:
+def telling_other_ranks_of_reload(
+    plan: MoEPlan, group: ExpertGroup, device: torch.device
+) -> AbstractContextManager[None]:
     """Around what a rank checks before `check_reload`: the ranks that wait there hear of what is raised.
 
     Args:
@@ -51,7 +53,7 @@ def telling_of_reload(plan: MoEPlan, group: ExpertGroup, device: torch.device) -
         group: This rank's place in the expert-parallel group.
         device: Of the layer's weights.
     """
-    return telling(Compared.TOKEN_SCALE, group, device) if _compares_scales(plan) else nullcontext()
+    return telling_other_ranks(Compared.TOKEN_SCALE, group, device) if _compares_scales(plan) else nullcontext()
 
 
 def _compares_scales(plan: MoEPlan) -> bool:
@@ -60,15 +62,15 @@ def _compares_scales(plan: MoEPlan) -> bool:
     return rounds and plan.request.local_quant.w13.activation_scaling == "static"
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, kw_only=True)
 class BoundRoute:
-    """The functions of one route; a fused route has only `fused`, and few dispatchers have `send`."""
+    """The functions of one route: `fused` alone, or `dispatch`, `experts`, `combine` and of few dispatchers `send`."""
 
     route: Route
-    dispatch: DispatchFn | None
-    experts: ExpertsFn | None
-    combine: CombineFn | None
-    fused: FusedFn | None
+    fused: FusedFn | None = None
+    dispatch: DispatchFn | None = None
+    experts: ExpertsFn | None = None
+    combine: CombineFn | None = None
     send: SendFn | None = None
 
 
@@ -205,7 +207,7 @@ def _bind(
 ) -> BoundRoute:
     experts = manager.bind_experts(plan, route, weights, group)
     if route.dispatcher is None:
-        return BoundRoute(route, None, None, None, experts)  # type: ignore[arg-type]
+        return BoundRoute(route=route, fused=cast(FusedFn, experts))
     where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
     module, _, name = route.dispatcher.spec.binder.partition(":")
     arguments: tuple[object, ...] = (plan, route, group)
@@ -223,8 +225,8 @@ def _bind(
     if len(functions) not in (2, 3) or not all(map(callable, functions)):
         found = ", ".join(type(function).__name__ for function in functions)
         raise PluginError(f"{where}: expected (dispatch, combine), perhaps with send, got ({found})")
-    dispatch, combine, *rest = functions
-    return BoundRoute(route, dispatch, experts, combine, None, *rest)  # type: ignore[arg-type]
+    names = ("dispatch", "combine", "send")
+    return BoundRoute(route=route, experts=cast(ExpertsFn, experts), **dict(zip(names, functions, strict=False)))
 
 
 def _token_scale(route: Route, weights: PreparedWeights, group: ExpertGroup) -> Tensor:

@@ -99,7 +99,7 @@ def _against(decision: Findings) -> list[str]:
             pins = decision.request.pins(workload.workload)
             misses = Misses.of(decision.request, [relevant(pins, workload)]).nearest
             lines = tuple(line for miss in misses for line in miss.lines)
-            found.setdefault((pins, lines), []).append(workload.workload.phase)
+            found.setdefault((pins, lines), []).append(workload.phase)
     every = []
     for (pins, lines), phases in found.items():
         shown = lines[: max(_FEWEST_LISTED, _MOST_LISTED // len(found))]
@@ -151,10 +151,10 @@ def _every_reason(decision: Findings) -> Iterator[str]:
     for workload, is_new in decision.sections():
         if not is_new:
             continue
-        yield f"workload {workload.workload.phase}: each spec alone"
+        yield f"workload {workload.phase}: each spec alone"
         for spec in workload.specs:
             yield from _verdict(spec.declared.full_name, spec.reasons)
-        yield f"workload {workload.workload.phase}: pairs of those that passed"
+        yield f"workload {workload.phase}: pairs of those that passed"
         for pair in workload.joined:
             yield from _verdict(pair.candidate.full_name, pair.reasons)
         yield from (f"  {line}" for line in left_out(decision, workload))

@@ -150,6 +150,11 @@ class WorkloadDecision:
     min_tokens: int = 1
 
     @property
+    def phase(self) -> str:
+        """The workload's."""
+        return self.workload.phase
+
+    @property
     def title(self) -> str:
         """`any`, `decode, up to 128 tokens`, `any, from 91 to 512 tokens, graph capture`."""
         limit = self.workload.max_tokens
@@ -157,7 +162,7 @@ class WorkloadDecision:
         if self.min_tokens == 1:
             tokens = f"up to {counted(limit, 'token')}" if limit else ""
         graph = "graph capture" if self.workload.graph_capture else ""
-        return ", ".join(filter(None, (self.workload.phase, tokens, graph)))
+        return ", ".join(filter(None, (self.phase, tokens, graph)))
 
     @property
     def not_told_apart(self) -> tuple[Ranked, ...]:
@@ -211,7 +216,7 @@ class Findings:
         """The decisions, and whether the reports of each are other than those of the one before: ranges share them."""
         before: WorkloadDecision | None = None
         for workload in self.workloads:
-            is_range = before is not None and before.workload.phase == workload.workload.phase
+            is_range = before is not None and before.phase == workload.phase
             yield workload, not (is_range and before is not None and before.pairs == workload.pairs)
             before = workload
 

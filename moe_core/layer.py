@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from moe_core.agreement import Compared, telling
-from moe_core.bound import BoundExperts, check_reload, telling_of_reload
+from moe_core.agreement import Compared, telling_other_ranks
+from moe_core.bound import BoundExperts, check_reload, telling_other_ranks_of_reload
 from moe_core.decision import Decision
 from moe_core.environment import Environment
 from moe_core.errors import InputError, WeightsError, counted
@@ -114,10 +114,10 @@ class MoELayer(torch.nn.Module):
         if self._loaded is not None:
             self._reload(weights, self._loaded)
             return
-        with telling(Compared.PLAN, self._group, _device_of(weights, self._device_type)):
+        with telling_other_ranks(Compared.PLAN, self._group, _device_of(weights, self._device_type)):
             self._check(weights)
             prepared = self._manager.process_weights(self.plan, weights, None)
-            self._manager.check_names(self.plan, prepared, self)
+            self._manager.check_parameter_names(self.plan, prepared, self)
             _take_ownership(prepared, weights, len(self.local_experts))
         bound = BoundExperts(self.plan, prepared, self._manager, self._group)
         for name, tensor in prepared.tensors.items():
@@ -133,7 +133,7 @@ class MoELayer(torch.nn.Module):
     def _reload(self, weights: RawWeights, bound: BoundExperts) -> None:
         prepared = bound.weights
         device = next(iter(prepared.tensors.values())).data.device
-        with telling_of_reload(self.plan, self._group, device):
+        with telling_other_ranks_of_reload(self.plan, self._group, device):
             self._check(weights)
             foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
             if foreign:

@@ -124,7 +124,7 @@ class BackendManager(PluginRegistry):
             self._refuse(name, hook, f"expected layout {plan.weight_layout!r}, got {prepared.layout!r}")
         return prepared
 
-    def check_names(self, plan: MoEPlan, weights: PreparedWeights, owner: object) -> None:
+    def check_parameter_names(self, plan: MoEPlan, weights: PreparedWeights, owner: object) -> None:
         """Raise `PluginError` unless all tensors can become parameters of `owner`, beside the attributes it has."""
         if taken := [name for name in weights.tensors if hasattr(owner, name)]:
             kind = type(owner).__name__

@@ -168,8 +168,8 @@ def _titled(workloads: Iterable[WorkloadDecision]) -> dict[str, WorkloadDecision
 
 def short_titles(workloads: Sequence[WorkloadDecision]) -> list[str]:
     """The phase where it tells a workload from the others, else its title."""
-    phases = [workload.workload.phase for workload in workloads]
-    return [w.workload.phase if phases.count(w.workload.phase) == 1 else w.title for w in workloads]
+    phases = [workload.phase for workload in workloads]
+    return [w.phase if phases.count(w.phase) == 1 else w.title for w in workloads]
 
 
 def _add(into: _Against[_Subject], subject: _Subject, reasons: Iterable[Reason], title: str) -> None:

@@ -4,6 +4,9 @@ Shapes: `T` tokens of this rank, `K` top-k, `H` hidden, `I` intermediate (of thi
 `R` dispatched rows, `M` padded rows per expert. Canonical weights are `w13 [L, 2I, H]` with rows **[gate; up]**
 (`[L, I, H]` when not gated) and `w2 [L, H, I]`, so that `y = x @ W.T`: this is the one place that says so.
 
+Two things are called slots. A *token's slot* is one of its `K` choices, an id and a weight. An *expert's slot* is a
+place for an expert on some rank (`placement`): by its number dispatchers know experts, copies included.
+
 Objects made during a forward are not frozen: frozen construction breaks full-graph compilation.
 """
 
@@ -164,6 +167,11 @@ WEIGHT_NAMES = (
     "w13_input_scale",
     "w2_input_scale",
 )
+
+
+def bias_name(projection: str) -> str:
+    """`b13` for `w13`, `b2` for `w2`."""
+    return f"b{projection.removeprefix('w')}"
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -1,8 +1,8 @@
 """Which rank holds which expert, and how often.
 
-The places for experts, over all ranks in rank order, are *slots*; each rank owns a run of them. Dispatchers and runners
-count in slots: the core turns the expert ids of a token into slots first, so that no backend needs to know of
-placements and copies.
+The places for experts, over all ranks in rank order, are *slots* (a token's slots are something else: its K choices).
+Each rank owns a run of them. Dispatchers and runners count in slots: the core turns the expert ids of a token into
+slots first, so that no backend needs to know of placements and copies.
 """
 
 from __future__ import annotations

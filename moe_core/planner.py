@@ -145,12 +145,13 @@ def _merged(decision: Decision) -> list[WorkloadDecision]:
     first, *others = decision.workloads
     if not others:
         return [first]
-    limits = [workload.workload.max_tokens for workload in decision.workloads]
+    asked = [each.workload for each in decision.workloads]
+    limits = [workload.max_tokens for workload in asked]
     workload = Workload(
         phase=ANY,
         max_tokens=None if None in limits else max(limit for limit in limits if limit is not None),
-        graph_capture=any(workload.workload.graph_capture for workload in decision.workloads),
-        down_gemm_overlap=any(workload.workload.down_gemm_overlap for workload in decision.workloads),
+        graph_capture=any(workload.graph_capture for workload in asked),
+        down_gemm_overlap=any(workload.down_gemm_overlap for workload in asked),
     )
     fallback = "; ".join(dict.fromkeys(w.fallback for w in decision.workloads if w.fallback))
     notes = tuple(note for workload in decision.workloads for note in workload.notes)

@@ -64,7 +64,7 @@ def resolve(
     workloads = [_decide(declared, request, workload, environment, table) for workload in request.workloads]
     workloads = [attrs.evolve(w, min_tokens=_min_tokens(w.workload, request.workloads)) for w in workloads]
     layout, reason, error = None, None, ""
-    empty = [decision.workload.phase for decision in workloads if not decision.ranked]
+    empty = [decision.phase for decision in workloads if not decision.ranked]
     if empty:
         error = f"nothing fits workload {', '.join(empty)}"
     else:
@@ -124,6 +124,7 @@ def _decide(
     environment: Environment,
     measurements: MeasurementTable,
 ) -> WorkloadDecision:
+    """Both stages of one workload; with fewer pins where a fallback is allowed and nothing fits with all of them."""
     specs = tuple(
         SpecReport(declared=d, reasons=spec_reasons(d, requirements, request, workload, environment))
         for d, requirements in declared
@@ -131,29 +132,31 @@ def _decide(
     candidates = _candidates([report.declared for report in specs if not report.reasons])
 
     def with_pins(pins: Pins) -> WorkloadDecision:
-        pairs, feasible = [], []
-        for candidate in candidates:
-            report, dtype = _report_pair(candidate, request, environment, pins)
-            pairs.append(report)
-            if dtype is not None:
-                feasible.append((candidate, dtype))
+        pairs = [_report_pair(candidate, request, environment, pins) for candidate in candidates]
+        feasible = [(report.candidate, dtype) for report, dtype in pairs if dtype is not None]
         ranked = rank(feasible, request, workload.phase, workload.max_tokens, environment, measurements)
-        return WorkloadDecision(workload=workload, specs=specs, pairs=tuple(pairs), ranked=ranked)
+        reports = tuple(report for report, _ in pairs)
+        return WorkloadDecision(workload=workload, specs=specs, pairs=reports, ranked=ranked)
 
     pins = request.pins(workload)
     decision = with_pins(pins)
     if decision.ranked or not request.allow_fallback:
         return decision
+    for fewer in _fewer_pins(pins):
+        relaxed = with_pins(fewer)
+        if relaxed.ranked:
+            because = _what_is_against(request, pins, decision)
+            return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {because}")
+    return decision
+
+
+def _what_is_against(request: LayerRequest, pins: Pins, decision: WorkloadDecision) -> str:
+    """The first reasons why nothing fits with all pins, and how many more there are."""
     misses = Misses.of(request, [relevant(pins, decision)]).nearest
     first = [miss.texts[0] for miss in misses][:_FEW_REASONS]
     left = sum(len(miss.texts) for miss in misses) - len(first)
     against = "; ".join([*first, *([f"and {counted(left, 'more reason')}"] if left else [])])
-    against = against or "nothing that was pinned can run here"
-    for fewer in _fewer_pins(pins):
-        relaxed = with_pins(fewer)
-        if relaxed.ranked:
-            return attrs.evolve(relaxed, fallback=f"fallback: asked for {pins}, kept {fewer}, because {against}")
-    return decision
+    return against or "nothing that was pinned can run here"
 
 
 def _min_tokens(workload: Workload, workloads: Sequence[Workload]) -> int:
@@ -179,6 +182,7 @@ def _candidates(passed: list[_Declared]) -> list[Candidate]:
 def _report_pair(
     candidate: Candidate, request: LayerRequest, environment: Environment, pins: Pins
 ) -> tuple[PairReport, DtypeChoice | None]:
+    """What is against a pair, and the dtype in which tokens would travel; None where anything is."""
     dispatcher, runner = candidate.dispatcher.spec if candidate.dispatcher else None, candidate.runner.spec
     reasons = pair_reasons(candidate, request) + pin_reasons(candidate, pins)
     # Tokens of another format have no dtype to compare.
@@ -188,4 +192,5 @@ def _report_pair(
     dtype = dispatch_dtype.choose(request, environment.device_type, dispatcher, runner, pins.dispatch_dtype)
     if isinstance(dtype, Reason):
         return PairReport(candidate=candidate, reasons=(*reasons, dtype), token_dtypes=options), None
-    return PairReport(candidate=candidate, reasons=reasons, token_dtypes=options), None if reasons else dtype
+    report = PairReport(candidate=candidate, reasons=reasons, token_dtypes=options)
+    return report, None if reasons else dtype

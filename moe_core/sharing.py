@@ -39,7 +39,7 @@ def _share(
     places = [_places(decision.ranked, trait) for decision in workloads]
     shared = set.intersection(*(set(place) for place in places))
     if not shared:
-        found = "; ".join(f"{d.workload.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
+        found = "; ".join(f"{d.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
         return workloads, Reason(code, needs, found, "pin or prefer backends that have it in common")
     # What the user prefers is above what was measured.
     costs = [_costs(() if request.prefer else decision.ranked, trait) for decision in workloads]
@@ -75,7 +75,7 @@ def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, reque
     left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
     is_outranked = decision.ranked[0] not in kept
     is_news = is_outranked or len(request.workloads) > 1
-    ranked = set_apart(kept, request, decision.workload.phase)
+    ranked = set_apart(kept, request, decision.phase)
     if not is_outranked:
         # It was first before, for the reason that it had then.
         ranked = (decision.ranked[0], *ranked[1:])

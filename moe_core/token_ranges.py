@@ -47,7 +47,7 @@ def lanes_of(
             attrs.evolve(
                 decision,
                 workload=attrs.evolve(decision.workload, max_tokens=last),
-                ranked=rank(able, request, decision.workload.phase, asked, environment, measurements),
+                ranked=rank(able, request, decision.phase, asked, environment, measurements),
                 min_tokens=first,
                 notes=(*decision.notes, *(_gap(counts, first) if first > decision.min_tokens else ())),
             )
@@ -135,7 +135,7 @@ def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[Work
 
 
 def _usual(lane: WorkloadDecision, request: LayerRequest) -> Candidate:
-    return by_tier((entry.candidate for entry in lane.ranked), request, lane.workload.phase)[0]
+    return by_tier((entry.candidate for entry in lane.ranked), request, lane.phase)[0]
 
 
 def _chosen(lane: WorkloadDecision, usual: Candidate) -> Ranked:

@@ -47,6 +47,10 @@ def named_once(topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Ids of which no token repeats one: a repetition becomes -1, and all weights of its token NaN.
 
     For blocks with a row per token, on devices where an overflow cannot be asserted.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64.
+        topk_weights: `[T, K]` of any float dtype.
     """
     is_same = (topk_ids[:, :, None] == topk_ids[:, None, :]) & (topk_ids >= 0)[:, :, None]
     is_repeated = is_same.tril(-1).any(2)
@@ -60,6 +64,10 @@ def check_ids(topk_ids: Tensor, num_experts: int) -> None:
     A second spelling of "no expert" would hide a broken id map, so only -1 is taken. On a GPU and under compilation the
     range is a device-side assertion: it stops the stream and never waits for it. For devices that have none see
     `checked_slots`.
+
+    Args:
+        topk_ids: `[T, K]`.
+        num_experts: Every id is below it.
 
     Raises:
         InputError: `topk_ids` is not int32 or int64, or (on CPU) names an id out of range.
@@ -102,6 +110,14 @@ def check_tokens(
     hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden_size: int, top_k: int, dtype: torch.dtype
 ) -> None:
     """Shapes, dtype and device of one forward's tensors; reads no data.
+
+    Args:
+        hidden_states: To be `[T, hidden_size]` in `dtype`.
+        topk_ids: To be `[T, top_k]`; its dtype is looked at where its values are.
+        topk_weights: To be `[T, top_k]` of any float dtype.
+        hidden_size: H.
+        top_k: K.
+        dtype: The layer's.
 
     Raises:
         InputError: Names the tensor, what was expected and what came.

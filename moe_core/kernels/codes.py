@@ -1,4 +1,4 @@
-"""Rows as codes and scales, in the layouts that grouped GEMMs of 8 bits read."""
+"""`ops.quantize` in torch: rows as codes and scales, in the layouts that grouped GEMMs of 8 bits read."""
 
 from __future__ import annotations
 

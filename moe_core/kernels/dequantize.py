@@ -79,7 +79,7 @@ class WeightReader:
 
 
 def num_columns(weight: Tensor, weight_dtype: str) -> int:
-    """Elements in the last axis of a stored weight; 4-bit ones share bytes."""
+    """`C` of a stored weight `[..., C]`; 4-bit elements share bytes, `[..., C / 2]`."""
     return weight.shape[-1] * (2 if WEIGHT_BITS[weight_dtype] == 4 else 1)
 
 

@@ -109,7 +109,7 @@ class ExpertLinear(StoredLinear):
 
     @classmethod
     def of(cls, scheme: QuantScheme, weight: Tensor, **tensors: Any) -> ExpertLinear:
-        """A projection of `scheme`; the further tensors are those of `StoredLinear`, and `input_scale`."""
+        """A projection of `scheme`; `weight` and the further tensors are the attributes of those names."""
         block = scheme.weight_block
         return cls(
             weight=weight,

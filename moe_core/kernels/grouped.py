@@ -35,14 +35,21 @@ class Groups:
 
 
 def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
-    """The groups, on the host too where that is free."""
+    """The groups of rows with these counts and ends, both `[L]` int32; on the host too where that is free."""
     free = group_ends.device.type == "cpu" and not torch.compiler.is_compiling()
     on_host = active_groups(num_tokens_per_expert, group_ends) if free else None
     return Groups(num_tokens_per_expert, group_ends, on_host)
 
 
 def make_blocks(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int, block: int) -> Groups:
-    """The groups of `num_rows` rows of which each `block` have one expert; both are multiples of `block`."""
+    """The groups of `num_rows` rows of which each `block` have one expert.
+
+    Args:
+        num_tokens_per_expert: `[L]` int32.
+        group_ends: `[L]` int32, multiples of `block`.
+        num_rows: All rows, those past the last group too: a multiple of `block`.
+        block: Rows of a block.
+    """
     experts = experts_of_blocks(group_ends, num_rows, block)
     return Groups(num_tokens_per_expert, group_ends, block_experts=experts)
 

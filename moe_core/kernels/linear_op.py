@@ -30,7 +30,10 @@ def grouped_linear_op(
     bias: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
-    """`blocks.linear_by_block` where there are blocks, else `linear.linear_by_expert`."""
+    """`blocks.linear_by_block` where there are blocks, else `linear.linear_by_expert`: `rows [R, C]` -> fp32 `[R, N]`.
+
+    An operator takes no objects, so that a `StoredLinear` and `Groups` come in their parts.
+    """
     linear = StoredLinear(
         weight=weight,
         weight_dtype=weight_dtype,

@@ -10,7 +10,7 @@ from moe_core.payloads import Tensor
 
 
 def takes_one_token(hidden_states: Tensor, experts: Experts) -> bool:
-    """Whether `experts_of_one_token` serves this call.
+    """Whether `experts_of_one_token` serves a call with these `hidden_states [T, H]`.
 
     fp16 is left out because a product as stored may exceed its largest number; quantized weights because they are
     read block by block; deterministic experts because a row in a batch takes another way.

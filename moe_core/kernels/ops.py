@@ -13,9 +13,9 @@ int32, each row's expert or -1 (`row_experts` makes it); for blocks of rows `[L]
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -68,7 +68,7 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, *, alignment: int = 1) ->
         return torch_permute.permute(topk_ids, num_experts, alignment)
     from moe_core.kernels.triton import sort
 
-    with _on_device(topk_ids):
+    with on_device(topk_ids.device):
         return sort.permute(topk_ids, num_experts, alignment)
 
 
@@ -107,27 +107,14 @@ def permute_contiguous(
         InputError: `row_weights` for tokens that are codes or become codes, `token_dtype` for tokens that are codes or
             beside `scales` or `column_major`, or shapes that do not fit together.
     """
-    _check_slots(hidden_states, topk_ids, row_weights, scales)
-    if token_dtype is not None:
-        _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
-        hidden_states, scales, column_major, token_dtype = _rounded_before(hidden_states, token_dtype)
-    if not _uses_triton(hidden_states):
-        moved = torch_permute.permute_contiguous
-    else:
-        from moe_core.kernels.triton import permute as triton_permute
+    tokens, options = _to_copy(hidden_states, topk_ids, row_weights, scales, column_major, token_dtype)
+    options |= {"alignment": alignment, "num_rows": num_rows}
+    if not _uses_triton(tokens):
+        return torch_permute.permute_contiguous(tokens, topk_ids, num_experts, **options)
+    from moe_core.kernels.triton import permute as triton_permute
 
-        moved = functools.partial(triton_permute.permute_contiguous, token_dtype=token_dtype)
-    with _on_device(hidden_states):
-        return moved(
-            hidden_states,
-            topk_ids,
-            num_experts,
-            alignment=alignment,
-            row_weights=row_weights,
-            scales=scales,
-            column_major=column_major,
-            num_rows=num_rows,
-        )
+    with on_device(tokens.device):
+        return triton_permute.permute_contiguous(tokens, topk_ids, num_experts, **options)
 
 
 def permute_masked(
@@ -161,26 +148,13 @@ def permute_masked(
         SpecError: As there.
         InputError: As there.
     """
-    _check_slots(hidden_states, topk_ids, row_weights, scales)
-    if token_dtype is not None:
-        _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
-        hidden_states, scales, column_major, token_dtype = _rounded_before(hidden_states, token_dtype)
-    if not _uses_triton(hidden_states):
-        moved = torch_permute.permute_masked
-    else:
-        from moe_core.kernels.triton import permute as triton_permute
+    tokens, options = _to_copy(hidden_states, topk_ids, row_weights, scales, column_major, token_dtype)
+    if not _uses_triton(tokens):
+        return torch_permute.permute_masked(tokens, topk_ids, num_experts, rows_per_expert, **options)
+    from moe_core.kernels.triton import permute as triton_permute
 
-        moved = functools.partial(triton_permute.permute_masked, token_dtype=token_dtype)
-    with _on_device(hidden_states):
-        return moved(
-            hidden_states,
-            topk_ids,
-            num_experts,
-            rows_per_expert,
-            row_weights=row_weights,
-            scales=scales,
-            column_major=column_major,
-        )
+    with on_device(tokens.device):
+        return triton_permute.permute_masked(tokens, topk_ids, num_experts, rows_per_expert, **options)
 
 
 def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int) -> Tensor:
@@ -195,7 +169,7 @@ def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int
         return torch_permute.row_experts(num_tokens_per_expert, group_ends, num_rows)
     from moe_core.kernels.triton import permute as triton_permute
 
-    with _on_device(group_ends):
+    with on_device(group_ends.device):
         return triton_permute.row_experts(num_tokens_per_expert, group_ends, num_rows)
 
 
@@ -216,7 +190,7 @@ def activate(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None = None
         return torch_activation.activate(hidden, spec, real=real)
     from moe_core.kernels.triton import activation as triton_activation
 
-    with _on_device(hidden):
+    with on_device(hidden.device):
         return triton_activation.activate_rows(hidden, spec, real=real)
 
 
@@ -250,7 +224,7 @@ def quantize(
         return torch_codes.quantize(rows, token_dtype, activation=activation, real=real)
     from moe_core.kernels.triton import quantize as triton_quantize
 
-    with _on_device(rows):
+    with on_device(rows.device):
         return triton_quantize.quantize(rows, token_dtype, activation=activation, real=real)
 
 
@@ -284,11 +258,33 @@ def combine(
         return torch_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
     from moe_core.kernels.triton import combine as triton_combine
 
-    with _on_device(rows):
+    with on_device(rows.device):
         return triton_combine.combine(flat, row_map, topk_weights, dtype, scaling_factor=scaling_factor)
 
 
-def _check_slots(
+def _to_copy(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    row_weights: Tensor | None,
+    scales: Tensor | None,
+    column_major: bool,
+    token_dtype: TokenDtype | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Tokens, and how a permutation copies them: codes instead of floats where no kernel rounds on the way."""
+    _check_shapes(hidden_states, topk_ids, row_weights, scales)
+    options: dict[str, Any] = {"row_weights": row_weights, "scales": scales, "column_major": column_major}
+    if token_dtype is not None:
+        _check_rounding(hidden_states, token_dtype, row_weights, scales, column_major)
+        if _rounds_in_triton(hidden_states, token_dtype):
+            # Torch's permutations have no such argument.
+            options["token_dtype"] = token_dtype
+        else:
+            hidden_states, options["scales"] = quantize(hidden_states, token_dtype)
+            options["column_major"] = code_format(token_dtype)[1].column_major
+    return hidden_states, options
+
+
+def _check_shapes(
     hidden_states: Tensor,
     topk_ids: Tensor,
     row_weights: Tensor | None,
@@ -331,16 +327,6 @@ def _check_rounding(
         raise InputError("row_weights multiply rows before they are rounded: `quantize` them afterwards")
 
 
-def _rounded_before(
-    hidden_states: Tensor, token_dtype: TokenDtype
-) -> tuple[Tensor, Tensor | None, bool, TokenDtype | None]:
-    """Tokens, `scales`, `column_major` and `token_dtype` to copy with: codes, where no kernel rounds on the way."""
-    if _rounds_in_triton(hidden_states, token_dtype):
-        return hidden_states, None, False, token_dtype
-    codes, scales = quantize(hidden_states, token_dtype)
-    return codes, scales, code_format(token_dtype)[1].column_major, None
-
-
 def _are_codes(tensor: Tensor) -> bool:
     """Whether numbers mean something only beside scales: integers, and floats of one byte."""
     return tensor.itemsize == 1 or not tensor.is_floating_point()
@@ -378,8 +364,3 @@ def _has_codes(dtype: torch.dtype, device: torch.device) -> bool:
 def _rounds_in_triton(tensor: Tensor, token_dtype: TokenDtype) -> bool:
     """Whether a kernel of Triton's rounds this tensor; else torch does."""
     return _uses_triton(tensor) and _has_codes(code_format(token_dtype)[0], tensor.device)
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Its device as the current one for Triton's launches; torch's own operations need no telling."""
-    return on_device(tensor.device) if _uses_triton(tensor) else contextlib.nullcontext()

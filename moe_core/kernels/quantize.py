@@ -1,7 +1,7 @@
 """Activations as a quantized GEMM sees them: the numbers that their codes stand for.
 
 A scheme says four things of activations (dtype, scaling, group, type of the scale); each has its rule here, so that
-schemes without a name are computed too.
+schemes without a name are computed too. Codes themselves, for GEMMs that read them, are made in `codes`.
 """
 
 from __future__ import annotations

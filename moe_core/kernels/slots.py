@@ -42,7 +42,7 @@ class SlotMap:
         return self.unchecked(topk_ids)
 
     def unchecked(self, topk_ids: Tensor) -> Tensor:
-        """The slots; what is no expert becomes no slot either: negative ids stay, larger ones become `num_slots`."""
+        """The slots `[T, K]`; what is no expert becomes no slot: negative ids stay, larger ones become `num_slots`."""
         is_expert = (topk_ids >= 0) & (topk_ids < self._num_experts)
         expert = torch.where(is_expert, topk_ids, 0).long()
         tokens, places = (torch.arange(size, device=topk_ids.device) for size in topk_ids.shape)
@@ -79,5 +79,5 @@ class EvenIds:
         return ops.checked_ids(topk_ids, self._num_slots, self._table)
 
     def of_checked(self, slots: Tensor) -> Tensor:
-        """The ids of int64 slots that are in range or -1, for who has looked by other means than the core's."""
+        """The ids of int64 slots `[T, K]` in range or -1, for who has looked by other means than the core's."""
         return renumbered(slots, self._table)

@@ -39,7 +39,7 @@ def _bytes_of(part: Tensor) -> Tensor:
 
 
 def decode_message(message: Tensor, hidden_size: int, top_k: int, token_dtype: TokenDtype) -> StandardTokens:
-    """The tokens of `encode_message`; quantized ones stay quantized."""
+    """The tokens of a message of `encode_message`, uint8 `[R, B]` with any strides; quantized ones stay quantized."""
     dtypes = [(TORCH_DTYPES.get(token_dtype.dtype, torch.float8_e4m3fn), hidden_size)]
     is_quantized = token_dtype.dtype not in TORCH_DTYPES
     if is_quantized:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 import torch
 
 from moe_core.errors import WeightsError
-from moe_core.payloads import Tensor
+from moe_core.payloads import Tensor, bias_name
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
 from moe_core.weights import content, pieces
@@ -52,7 +52,7 @@ class Filler:
         self._expected = {
             name: expected
             for name, expected in expected_tensors(request, len(experts)).items()
-            if f"w{name.partition('_')[0][1:]}" in projections
+            if any(name == bias_name(projection) or name.split("_")[0] == projection for projection in projections)
         }
         self._local: dict[int, list[int]] = {}
         for local, expert in enumerate(experts):
@@ -113,7 +113,7 @@ class Filler:
         self._write(read.part.projection, read, piece, 1)
 
     def _put_bias(self, values: Tensor, read: Read) -> None:
-        self._write(f"b{read.part.projection[1:]}", read, _rows(pieces.matrix(values, read), read), 1)
+        self._write(bias_name(read.part.projection), read, _rows(pieces.matrix(values, read), read), 1)
 
     def _put_scale(self, values: Tensor, read: Read) -> None:
         name, dtype = f"{read.part.projection}_scale", self._scheme(read).weight_scale

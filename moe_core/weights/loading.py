@@ -10,7 +10,7 @@ import torch
 
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError, WeightsError, counted, some_of
-from moe_core.payloads import RawWeights, Tensor
+from moe_core.payloads import RawWeights, Tensor, bias_name
 from moe_core.quant import LayerQuant, QuantScheme, StoredLayer, StoredScheme
 from moe_core.request import LayerRequest
 from moe_core.weights.bands import StoredLayout, part_shape
@@ -207,6 +207,20 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
     """Plan, check, allocate, read; `problems` are those that are known before."""
     projections = frozenset(part.projection for part in job.parts)
     filler = Filler(job.request, job.experts, job.layout, job.device, projections)
+    reads = _planned(job, problems)
+    _refuse(job.where, problems)
+    bias_dtypes = _bias_dtypes(job, reads)
+    reads = [read for read in reads if read.name not in job.kept]
+    filler.allocate(bias_dtypes, without=job.kept)
+    # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
+    reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order.get(read.expert, -1)))
+    _run(job, reads, filler)
+    _refuse(job.where, filler.problems)
+    return {**filler.tensors, **job.kept}
+
+
+def _planned(job: _Job, problems: list[str]) -> list[Read]:
+    """Every read of a job, part by part; what is wrong is added to `problems`."""
     planner = ReadPlanner(
         source=job.source,
         names=job.names,
@@ -226,18 +240,16 @@ def _load(job: _Job, problems: list[str]) -> dict[str, Tensor]:
             problems.append(str(error))
             continue
         reads += planner.reads(part, shape, experts, others)
-    _refuse(job.where, problems)
-    bias_dtypes: dict[str, set[torch.dtype]] = {}
+    return reads
+
+
+def _bias_dtypes(job: _Job, reads: list[Read]) -> dict[str, set[torch.dtype]]:
+    """`b13` and `b2` -> dtypes in which they are stored."""
+    found: dict[str, set[torch.dtype]] = {}
     for read in reads:
         if read.tensor.role == "bias":
-            bias_dtypes.setdefault(f"b{read.part.projection[1:]}", set()).add(job.source.dtype(read.name))
-    reads = [read for read in reads if read.name not in job.kept]
-    filler.allocate(bias_dtypes, without=job.kept)
-    # Weights last: where zero points fill padding they must be there, and bad scales are cheaper to find first.
-    reads.sort(key=lambda read: (read.tensor.role == "weight", filler.order.get(read.expert, -1)))
-    _run(job, reads, filler)
-    _refuse(job.where, filler.problems)
-    return {**filler.tensors, **job.kept}
+            found.setdefault(bias_name(read.part.projection), set()).add(job.source.dtype(read.name))
+    return found
 
 
 def _run(job: _Job, reads: list[Read], filler: Filler) -> None:

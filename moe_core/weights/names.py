@@ -9,6 +9,7 @@ import attrs
 
 from moe_core.errors import WeightsError, some_of
 from moe_core.expert_names import FUSED, INTERLEAVED, PROJECTIONS, expert_name, is_draft, is_of_experts, layer_index
+from moe_core.payloads import bias_name
 from moe_core.quant import StoredLayer, StoredScheme
 from moe_core.weights.checkpoint import TensorSource
 from moe_core.weights.storages import BIAS, CANONICAL, TENSORS, StoredTensor
@@ -48,7 +49,7 @@ class Part:
     def spellings(self, tensor: StoredTensor, expert: int) -> Iterator[str]:
         """Names that `tensor` of one expert may have, in the order of preference."""
         if self.canonical:
-            yield f"b{self.base[1:]}" if tensor.role == "bias" else _joined(self.base, tensor.suffixes[0])
+            yield bias_name(self.base) if tensor.role == "bias" else _joined(self.base, tensor.suffixes[0])
             return
         for suffix in tensor.suffixes:
             if not self.stacked:

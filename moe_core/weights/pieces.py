@@ -136,9 +136,11 @@ def zero_point(values: Tensor, read: Read) -> Tensor:
 
 
 def scalars(values: Tensor, read: Read) -> Tensor:
-    """One fp32 multiplier for each half of the part, in canonical order; what was one scale is both halves'.
+    """fp32 `[halves]`, a multiplier for each half of the part in stored order; where one is stored it is both halves'.
 
-    Scales in bytes are exponents.
+    Args:
+        values: One or two numbers in any shape; bytes are exponents.
+        read: What they are.
     """
     if read.tensor.role == "scale" and values.dtype == torch.uint8:
         values = values.view(torch.float8_e8m0fnu)

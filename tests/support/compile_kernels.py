@@ -153,7 +153,8 @@ def _peers(layout: PeerLayout) -> None:
         memory=nothing,
         process_group=nothing,
     )
-    peer_kernels.try_out[(1,)](buffer.own, buffer.offsets, RANK=buffer.rank, SIZE=layout.size, NUMBERS=layout.numbers)
+    constants = {"RANK": buffer.rank, "SIZE": layout.size, "NUMBERS_AT": layout.numbers_at}
+    peer_kernels.try_out[(1,)](buffer.own, buffer.offsets, **constants)
     exchange = PeerExchange(buffer, torch.zeros(layout.size + 1, dtype=torch.int32), multiprocessors=132, pdl=True)
     hidden = torch.zeros(16, layout.hidden_size, dtype=layout.torch_dtype)
     weights = torch.zeros(16, layout.top_k)

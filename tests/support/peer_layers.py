@@ -35,7 +35,7 @@ def poison(layer: MoELayer) -> None:
     """
     for bound in layer._bound.routes:
         shared = bound.dispatch.__self__._shared.buffer  # type: ignore[union-attr]
-        shared.own[: shared.layout.slots].fill_(255)
+        shared.own[: shared.layout.ids_at].fill_(255)
         shared.state[:4] = 2**31 - 2
     if layer._bound._device.type == "cuda":
         torch.cuda.synchronize()

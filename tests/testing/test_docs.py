@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,15 @@ from typing import Any
 import attrs
 import pytest
 
+from moe_core.cli import main
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "writing_a_backend.md"
+#: Every page that people read.
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("plugins/*/README.md"), *ROOT.glob("examples/*/README.md")}
+)
 
 
 def _reference() -> Any:
@@ -74,10 +81,11 @@ def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     assert "rank 1 holds experts [3, 4, 5]" in done.stdout
 
 
-@pytest.mark.parametrize("page", [*(DOCS / name for name in _reference().PAGES), ROOT / "examples/tiny_moe/README.md"])
-def test_what_is_generated_has_no_endless_lines(page: Path) -> None:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) > 140 and not line.startswith("|")] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_is_endless(page: Path) -> None:
+    # Tables and what programs print cannot be broken.
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in text.splitlines() if len(line) > 140 and not line.startswith("|")] == []
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -107,7 +115,43 @@ def test_every_field_of_a_declaration_is_documented() -> None:
         assert listed == {field.name for field in attrs.fields(declaration)}, declaration.__name__
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text(encoding="utf-8")):
-        assert (DOCS / target).exists(), target
+def test_the_map_of_the_code_names_every_module_and_no_other() -> None:
+    core = ROOT / "moe_core"
+    named = set(re.findall(r"`([a-z_/]+)`", (DOCS / "code.md").read_text(encoding="utf-8")))
+    folders = {f"{path.name}/" for path in core.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert (folders | {path.stem for path in core.glob("[a-z]*.py")}) - named == set()
+    beside = {name for name in named if "/" in name and not (ROOT / name).exists()}
+    inside = {str(path.relative_to(core)) for path in core.rglob("*")}
+    parts = {part for path in inside for part in (path, path.removesuffix(".py"), Path(path).name)}
+    assert {name for name in beside if name.rstrip("/") not in parts} == set()
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links may name of a page: its headings in small letters, a dash for each space, other signs left out."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in _anchors(linked), f"{target}#{anchor}"
+
+
+def test_what_a_command_prints_is_what_it_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that the page about other machines explains line by line."""
+    page = (DOCS / "another_machine.md").read_text(encoding="utf-8")
+    ((command, printed),) = re.findall(
+        r"`moe-core (resolve [^`]+)` prints:\n\n```text\n(.*?)```", page, flags=re.DOTALL
+    )
+    # Pages have the width of a terminal.
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(shlex.split(command))
+    # Of the machine that ran it, not of this one.
+    said = re.sub(r"torch \d\S*", "torch", capsys.readouterr().out)
+    assert said == re.sub(r"torch \d\S*", "torch", printed)

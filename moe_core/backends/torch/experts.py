@@ -9,7 +9,15 @@ from moe_core.kernels.activation import activation_function
 from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_contiguous, experts_masked, experts_standard
 from moe_core.kernels.number_formats import byte_pairs
-from moe_core.payloads import ContiguousTokens, ExpertsFn, MaskedTokens, PreparedWeights, StandardTokens, Tensor
+from moe_core.payloads import (
+    ContiguousTokens,
+    ExpertsFn,
+    MaskedTokens,
+    PreparedWeights,
+    StandardTokens,
+    Tensor,
+    bias_name,
+)
 from moe_core.plan import MoEPlan, Route
 from moe_core.quant import WEIGHT_BITS, QuantScheme
 
@@ -18,8 +26,8 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     """The experts of one route, in the signature of its format."""
     request = plan.request
     experts = Experts(
-        w13=_linear(weights, "13", request.local_quant.w13),
-        w2=_linear(weights, "2", request.local_quant.w2),
+        w13=_linear(weights, "w13", request.local_quant.w13),
+        w2=_linear(weights, "w2", request.local_quant.w2),
         activation=weights.activation or activation_function(request.activation),
         post_norm=weights.post_norm,
         # In the other formats the dispatcher applies the weights, on whichever side.
@@ -29,8 +37,7 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn:
     return partial(_RUNNERS[route.runner.spec.format], experts)
 
 
-def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> ExpertLinear:
-    name = f"w{number}"
+def _linear(weights: PreparedWeights, name: str, scheme: QuantScheme) -> ExpertLinear:
     if WEIGHT_BITS[scheme.weight_dtype] == 4:
         # Kept from now on: its upload would make the first forward wait for the device.
         byte_pairs(scheme.weight_dtype, weights[name].device)
@@ -41,7 +48,7 @@ def _linear(weights: PreparedWeights, number: str, scheme: QuantScheme) -> Exper
         zero_point=weights.get(f"{name}_zero_point"),
         output_scale=weights.get(f"{name}_output_scale"),
         input_scale=weights.get(f"{name}_input_scale"),
-        bias=weights.get(f"b{number}"),
+        bias=weights.get(bias_name(name)),
     )
 
 

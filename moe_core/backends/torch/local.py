@@ -154,17 +154,15 @@ def bind_standard(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[Disp
 
 def bind_contiguous(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
     """Rows grouped by expert."""
-    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).contiguous)
+    return _bind_local(plan, route, group, local_permutation(plan, route, group).contiguous)
 
 
 def bind_masked(plan: MoEPlan, route: Route, group: ExpertGroup) -> tuple[DispatchFn, CombineFn]:
     """A block of rows per expert."""
-    return _bind_permuted(plan, route, group, local_permutation(plan, route, group).masked)
+    return _bind_local(plan, route, group, local_permutation(plan, route, group).masked)
 
 
-def _bind_permuted(
-    plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn
-) -> tuple[DispatchFn, CombineFn]:
+def _bind_local(plan: MoEPlan, route: Route, group: ExpertGroup, permuted: DispatchFn) -> tuple[DispatchFn, CombineFn]:
     local_ids = LocalIds(plan, group)
     dtype = TORCH_DTYPES[plan.request.dtype]
 

@@ -9,10 +9,11 @@ from typing import Any
 import attrs
 import torch
 
-from moe_core.backends.triton.device import device_of
+from moe_core.backends.triton.device import Device, device_of
 from moe_core.backends.triton.tiles import TilePair, TileTable
 from moe_core.backends.triton.weights import Projection, operands_of, projection
 from moe_core.kernels.checks import check_ids
+from moe_core.kernels.on_device import launching_on
 from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.launch import divided_up
@@ -32,34 +33,40 @@ from moe_core.payloads import (
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route
+from moe_core.request import LayerRequest
 
 
 def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | FusedFn:
     """The experts of one route, in the signature of its format."""
-    request, format_ = plan.request, route.runner.spec.format
-    quant = request.local_quant
-    where = weights["w13"].device
-    device = device_of(where)
-    w13, w2 = projection(weights, "13", quant.w13), projection(weights, "2", quant.w2)
+    format_ = route.runner.spec.format
+    experts = _experts(plan.request, format_, weights)
+    bound: dict[str, Callable[..., Tensor]] = {
+        "standard": experts.standard,
+        "contiguous": experts.contiguous,
+        "masked": experts.masked,
+        "fused": experts.tokens,
+    }
+    return launching_on(weights["w13"].device, bound[format_])
+
+
+def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> TritonExperts:
+    quant, is_cpu = request.local_quant, weights["w13"].device.type == "cpu"
+    device = device_of(weights["w13"].device)
+    w13, w2 = projection(weights, "w13", quant.w13), projection(weights, "w2", quant.w2)
     # A model's own callable sees the whole result of the first projection.
     activation = None if weights.activation is not None else request.activation
     # In the other formats the dispatcher applies the weights, on whichever side.
     weight_on_input = request.weight_on_input and format_ in ("standard", "fused")
-    table = TileTable(
-        operands=operands_of(quant.w13, quant.w2),
-        device_name=device.name,
-        shared_bytes=device.shared_bytes,
-        descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
-        halves=request.activation.rows_per_channel,
-        block_columns=(w13.weight.block[1], w2.weight.block[1]),
-    )
     # Nobody has looked at the ids before a fused runner; on a GPU its first kernel does.
-    checked = format_ == "fused"
-    on_device = checked and where.type != "cpu"
+    is_unchecked = format_ == "fused"
+    table = _tile_table(request, device, w13, w2)
+    one_token = None
     # Nothing but weights in the layer's dtype, biases and a formula.
-    plain = w13.is_plain and w2.is_plain and weights.post_norm is None and not weight_on_input
-    pdl, gemm = device.pdl, partial(GroupedGemm, multiprocessors=device.multiprocessors, pdl=device.pdl)
-    experts = TritonExperts(
+    if activation is not None and w13.is_plain and w2.is_plain and weights.post_norm is None and not weight_on_input:
+        check = is_unchecked and not is_cpu
+        one_token = OneToken(w13.weight, w2.weight, activation, table.one_token, check=check, pdl=device.pdl)
+    gemm = partial(GroupedGemm, multiprocessors=device.multiprocessors, pdl=device.pdl)
+    return TritonExperts(
         num_experts=w13.weight.data.shape[0],
         w13=w13,
         w2=w2,
@@ -71,41 +78,27 @@ def bind(plan: MoEPlan, route: Route, weights: PreparedWeights) -> ExpertsFn | F
             rounded_group=0 if activation is None else w2.rounded_group,
         ),
         second=gemm(w2.weight, row_group=w2.group),
-        one_token=OneToken(w13.weight, w2.weight, activation, table.one_token, check=on_device, pdl=pdl)
-        if plain and activation is not None
-        else None,
+        one_token=one_token,
         module=_without_gradients(weights.activation),
         post_norm=_without_gradients(weights.post_norm),
         weight_on_input=weight_on_input,
         row_dtype=torch.float32 if request.dtype == "fp16" else TORCH_DTYPES[request.dtype],
-        check_on_host=checked and not on_device,
-        check_on_device=on_device,
-        pdl=pdl,
+        check_on_host=is_unchecked and is_cpu,
+        check_on_device=is_unchecked and not is_cpu,
+        pdl=device.pdl,
         table=table,
     )
-    bound: dict[str, Callable[..., Tensor]] = {
-        "standard": experts.standard,
-        "contiguous": experts.contiguous,
-        "masked": experts.masked,
-        "fused": experts.tokens,
-    }
-    return _on_device(where, bound[format_])
 
 
-def _on_device(device: torch.device, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` with `device` as the current one: kernels are launched there, wherever their tensors are."""
-    if device.type == "cpu":
-        return function
-    index = device.index
-
-    def run(*arguments: Any) -> Tensor:
-        # Changing to the device that is current already takes a few microseconds.
-        if torch.cuda.current_device() == index:
-            return function(*arguments)
-        with torch.cuda.device(device):
-            return function(*arguments)
-
-    return run
+def _tile_table(request: LayerRequest, device: Device, w13: Projection, w2: Projection) -> TileTable:
+    return TileTable(
+        operands=operands_of(request.local_quant.w13, request.local_quant.w2),
+        device_name=device.name,
+        shared_bytes=device.shared_bytes,
+        descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
+        halves=request.activation.rows_per_channel,
+        block_columns=(w13.weight.block[1], w2.weight.block[1]),
+    )
 
 
 def _without_gradients(function: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:

@@ -9,7 +9,7 @@ from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.quantize import quantize_rows
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.kernels.triton.weights import GroupedWeight
-from moe_core.payloads import PreparedWeights, Tensor
+from moe_core.payloads import PreparedWeights, Tensor, bias_name
 from moe_core.quant import WHOLE, QuantScheme
 
 _PACKING = {"int4": "int4", "fp4": "e2m1"}
@@ -40,11 +40,11 @@ class Projection:
         return self.group if self.rounds_to is not None and self.input_scale is None else 0
 
     def new_scale(self, codes: Tensor) -> Tensor:
-        """Room for the scales of such groups."""
+        """Room for the scales of such groups of `codes [R, C]`: fp32 `[R, ceil(C / group)]`."""
         return codes.new_empty((codes.shape[0], divided_up(codes.shape[1], self.group)), dtype=torch.float32)
 
     def rounded(self, rows: Tensor, tiles: RowTiles | None, pdl: str = "") -> tuple[Tensor, Tensor | None]:
-        """`rows` as the GEMM reads them and their scales, one per block of the weight; only those of `tiles`.
+        """`rows [R, C]` as the GEMM reads them, and fp32 scales `[R, groups]`, None for floats; only those of `tiles`.
 
         Static scales are those of experts, so that they need `tiles`; `pdl` is that of `quantize_rows`.
         """
@@ -54,16 +54,15 @@ class Projection:
         return quantize_rows(rows, self.rounds_to, group, static_scale=self.input_scale, tiles=tiles, pdl=pdl)
 
 
-def projection(weights: PreparedWeights, number: str, scheme: QuantScheme) -> Projection:
-    """The projection called `w13` or `w2`."""
-    name = f"w{number}"
+def projection(weights: PreparedWeights, name: str, scheme: QuantScheme) -> Projection:
+    """The projection called `name`, `w13` or `w2`."""
     scale = weights.get(f"{name}_scale")
     # Scales of whole rows multiply the outputs.
     rows, columns = scheme.weight_block if scale is not None and isinstance(scheme.weight_block, tuple) else (1, WHOLE)
     weight = GroupedWeight(
         data=weights[name],
         packing=_PACKING.get(scheme.weight_dtype, "plain"),
-        bias=weights.get(f"b{number}"),
+        bias=weights.get(bias_name(name)),
         scale=scale,
         block=(rows, 0 if columns == WHOLE else columns),
         zero_point=weights.get(f"{name}_zero_point"),

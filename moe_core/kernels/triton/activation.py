@@ -58,8 +58,8 @@ def activate_rows(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None =
     return out
 
 
-def _constants(spec: ActivationSpec, blocks: bool, block: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = {"BLOCKS": blocks, "BLOCK": block, "INTERLEAVED": spec.row_order == "interleaved"}
+def _constants(spec: ActivationSpec, masked: bool, block: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = {"MASKED": masked, "BLOCK": block, "INTERLEAVED": spec.row_order == "interleaved"}
     return {**rows, **activation_constants(spec)}, {"enable_fp_fusion": False}
 
 
@@ -154,7 +154,7 @@ def _activate_rows(
     run,
     num_rows,
     block_rows,
-    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
@@ -167,7 +167,7 @@ def _activate_rows(
     first, end = row_range(tl.program_id(0), run, num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for row in range(first, end):
-        if exists(real, row, block_rows, BLOCKS):
+        if exists(real, row, block_rows, MASKED):
             value = load_activated(
                 hidden + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
             )

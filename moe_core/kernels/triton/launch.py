@@ -53,7 +53,11 @@ class Launches:
     """The compiled variants of one kernel for one owner, whose arguments mostly stay the same.
 
     Triton derives from all arguments which variant a launch needs, which takes longer on the CPU than a small kernel
-    does on a GPU. An owner knows the few that may change between its calls.
+    does on a GPU. An owner knows the few that may change between its calls. Mostly it calls `unit` what compile-time
+    arguments and options follow from, and makes both of it only for a new variant:
+
+        key = unit, looked_at(*tensors, *sizes)
+        launches(key, grid, arguments, partial(constants, *unit))
     """
 
     def __init__(self, kernel: Any) -> None:

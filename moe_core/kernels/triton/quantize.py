@@ -122,7 +122,7 @@ def program_of(block: int, num_groups: int, packed: bool, values: int = _VALUES_
 def _constants(
     dtype: torch.dtype,
     activation: ActivationSpec | None,
-    blocks: bool,
+    masked: bool,
     packed: bool,
     groups: int,
     block: int,
@@ -131,7 +131,7 @@ def _constants(
     warps: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     constants = {
-        "BLOCKS": blocks,
+        "MASKED": masked,
         "PACKED": packed,
         "GROUPS": groups,
         "BLOCK": block,
@@ -220,7 +220,7 @@ def _quantize_rows(
     stride_block,
     stride_row,
     stride_word,
-    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -250,7 +250,7 @@ def _quantize_rows(
     # Columns past a group belong to the next one.
     there = (inside[None, :] < group) & (columns < width)
     for row in range(first, end):
-        if exists(real, row, block_rows, BLOCKS):
+        if exists(real, row, block_rows, MASKED):
             value = load_activated(
                 rows + row * stride, columns, width, INTERLEAVED, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER
             )

@@ -48,11 +48,11 @@ def tile_range(tiles, index, run, PARTS: tl.constexpr):
 
 
 @triton.jit
-def exists(real, row, block_rows, BLOCKS: tl.constexpr):
-    """Whether `row` exists: `real` holds the rows of each block, or the expert of each row; all exist if None."""
+def exists(real, row, block_rows, MASKED: tl.constexpr):
+    """Whether `row` exists: `real` has the rows of each block if MASKED, else each row's expert; None: all exist."""
     there = row >= 0
     if real is not None:
-        if BLOCKS:
+        if MASKED:
             block, inside = _in_block(row, block_rows)
             there = inside < tl.load(real + block)
         else:

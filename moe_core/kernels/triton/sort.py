@@ -77,12 +77,21 @@ class SortedSlots:
 
 
 class _Variant(NamedTuple):
-    """What the kernels are compiled for, apart from the types of their arguments."""
+    """What the kernels are compiled for, apart from the types of their arguments.
+
+    Attributes:
+        block_m: Rows per tile.
+        num_experts: Local experts `L`.
+        alignment: What groups are padded to a multiple of.
+        masked: Whether each expert's rows lie in a block of its own instead of back to back.
+        check: Whether ids out of range stop the device.
+        pdl: Whether the next launch may begin meanwhile.
+    """
 
     block_m: int
     num_experts: int
     alignment: int
-    blocks: bool
+    masked: bool
     check: bool
     pdl: bool
 
@@ -103,7 +112,7 @@ class _Variant(NamedTuple):
             "BM": self.block_m,
             "EXPERTS": power_of_two(self.num_experts),
             "ALIGNMENT": self.alignment,
-            "BLOCKS": self.blocks,
+            "MASKED": self.masked,
             "PDL": self.pdl,
         }
 

@@ -59,9 +59,9 @@ def _count(ids, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _starts(counts, group_rows, EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr):
-    """First row of each expert's group, and row after it."""
-    if BLOCKS:
+def _starts(counts, group_rows, EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr, MASKED: tl.constexpr):
+    """First row of each expert's group, and row after it; if MASKED, groups are blocks of `group_rows` rows."""
+    if MASKED:
         starts = tl.arange(0, EXPERTS) * group_rows
         ends = starts + group_rows
     else:
@@ -83,9 +83,9 @@ def _write_groups(
     BM: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    starts, ends = _starts(counts, group_rows, EXPERTS, ALIGNMENT, BLOCKS)
+    starts, ends = _starts(counts, group_rows, EXPERTS, ALIGNMENT, MASKED)
     experts = tl.arange(0, EXPERTS)
     tl.store(counts_ptr + experts, counts, mask=experts < num_experts)
     tl.store(ends_ptr + experts, ends, mask=experts < num_experts)
@@ -119,9 +119,9 @@ def _slots_before(ids_ptr, mine, expert, first, count, num_slots, num_experts, S
 
 
 @triton.jit
-def _write_rows(order, row_map, slots, num_slots, expert, row, group_rows, BLOCKS: tl.constexpr):
+def _write_rows(order, row_map, slots, num_slots, expert, row, group_rows, MASKED: tl.constexpr):
     has_row = expert >= 0
-    if BLOCKS:
+    if MASKED:
         # A full block has no row for another slot; its count tells.
         has_row &= row < (expert + 1) * group_rows
     if order is not None:
@@ -144,7 +144,7 @@ def sort_pairwise(
     BM: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -158,19 +158,19 @@ def sort_pairwise(
     if program == 0:
         counts = _count_all(ids_ptr, num_slots, num_experts, EXPERTS, COUNT_STEP, CHECK)
         _write_groups(
-            counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, group_rows, BM, EXPERTS, ALIGNMENT, BLOCKS
+            counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, group_rows, BM, EXPERTS, ALIGNMENT, MASKED
         )
     else:
         # Back to back, a slot's row is the number of slots before it; otherwise its place inside the group counts.
-        DENSE: tl.constexpr = ALIGNMENT == 1 and not BLOCKS
+        DENSE: tl.constexpr = ALIGNMENT == 1 and not MASKED
         mine = (program - 1) * BLOCK + tl.arange(0, BLOCK)
         expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
         row = _slots_before(ids_ptr, mine, expert, 0, num_slots, num_slots, num_experts, STEP, DENSE)
         if not DENSE:
             counts = _count_all(ids_ptr, num_slots, num_experts, EXPERTS, COUNT_STEP, False)
-            starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, BLOCKS)
+            starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, MASKED)
             row += tl.gather(starts, tl.where(expert < 0, 0, expert), 0)
-        _write_rows(order, row_map, mine, num_slots, expert, row, group_rows, BLOCKS)
+        _write_rows(order, row_map, mine, num_slots, expert, row, group_rows, MASKED)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -215,7 +215,7 @@ def place_blocks(
     BM: tl.constexpr,
     EXPERTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -226,13 +226,13 @@ def place_blocks(
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0)
     earlier = tl.load(by_block + block * num_experts + experts, mask=experts < num_experts, other=0)
-    starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, BLOCKS)
+    starts, _ = _starts(counts, group_rows, EXPERTS, ALIGNMENT, MASKED)
     mine = block * BLOCK + tl.arange(0, BLOCK)
     expert = _load_ids(ids_ptr, mine, num_slots, num_experts, False)
     row = tl.gather(starts + earlier, tl.where(expert < 0, 0, expert), 0)
     row += _slots_before(ids_ptr, mine, expert, block * BLOCK, BLOCK, num_slots, num_experts, 32, False)
-    _write_rows(order, row_map, mine, num_slots, expert, row, group_rows, BLOCKS)
+    _write_rows(order, row_map, mine, num_slots, expert, row, group_rows, MASKED)
     if block == 0:
         _write_groups(
-            counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, group_rows, BM, EXPERTS, ALIGNMENT, BLOCKS
+            counts_ptr, ends_ptr, table, counts, num_experts, num_tiles, group_rows, BM, EXPERTS, ALIGNMENT, MASKED
         )

@@ -18,7 +18,7 @@ def check_prepared_form(bench: Bench) -> None:
     """Prepared weights have the declared tag; their expert axes count the local experts; borrowed ones are borrowed."""
     raw = bench.raw()
     prepared = bench.prepare(raw)
-    bench.backend.manager.check_names(bench.plan, prepared, bench.unloaded())
+    bench.backend.manager.check_parameter_names(bench.plan, prepared, bench.unloaded())
     layout = bench.cell.pair.runner.spec.weight_layout
     require(prepared.layout == layout, f"weights are labelled {prepared.layout!r}, the spec says {layout!r}")
     sources = {tensor.untyped_storage().data_ptr() for tensor in raw.tensors.values()}

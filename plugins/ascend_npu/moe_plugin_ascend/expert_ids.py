@@ -33,6 +33,11 @@ def at_least_one(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> tuple[T
     """The tokens as the library takes them: contiguous, and for a rank without tokens one token without experts.
 
     An empty tensor has no address, and a rank may not stay away from a collective.
+
+    Args:
+        hidden_states: `[T, H]`.
+        ids: `[T, K]` int64.
+        weights: `[T, K]` fp32.
     """
     if hidden_states.shape[0]:
         return hidden_states.contiguous(), ids.contiguous(), weights.contiguous()

@@ -62,7 +62,7 @@ class Projection:
     bias: Tensor | None
 
     def rounded(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """bf16 rows as this projection reads them, and the scale of each."""
+        """bf16 rows `[R, K]` as this projection reads them, and the scale of each, fp32 `[R]`; None if bf16."""
         return (rows, None) if self.codes is None else round_rows(rows, self.codes)
 
     def __call__(self, rows: Tensor, row_scale: Tensor | None, groups: Groups) -> Tensor:

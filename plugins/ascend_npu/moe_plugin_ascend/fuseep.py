@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from moe_core.kernel_library import require_keywords
@@ -16,57 +18,51 @@ from moe_plugin_ascend.fuseep_weights import prepare
 __all__ = ["bind", "prepare"]
 
 
-def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> FusedFn:
-    """The fused call of one route.
+class FusedExperts:
+    """Sends tokens to the ranks of their experts, computes there, and brings the weighted sums back."""
 
-    Raises:
-        InputError: The group has no process group.
-        PluginError: The installed library cannot be loaded or is too old.
-    """
-    mode, ids_of = FUSE_MODES[weights.layout], LibraryIds(plan.request, group.device)
-    geometry = low_latency_geometry(plan, route, ids_of.num_experts)
-    shared = BUFFERS.get(group.require_process_group(route.runner.full_name), geometry)
-    require_keywords(
-        shared.buffer.fused_deep_moe,
-        "x",
-        "topk_idx",
-        "topk_weights",
-        "gmm1_permuted_weight",
-        "gmm1_permuted_weight_scale",
-        "gmm2_weight",
-        "gmm2_weight_scale",
-        "num_max_dispatch_tokens_per_rank",
-        "num_experts",
-        "quant_mode",
-        "fuse_mode",
-        of=DEEP_EP,
-    )
-    # One argument, two meanings: tokens that a rank brings, or rows that it may receive.
-    capacity = geometry.capacity * (1 if mode == 1 else plan.request.ep_size * plan.request.top_k)
-    w13, w2 = weights["w13"], weights["w2"]
-    # Mode 2 wants the scales of all experts in one row.
-    scales = [weights[name] if mode == 1 else weights[name].view(-1) for name in ("w13_scale", "w2_scale")]
+    def __init__(self, plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> None:
+        """Get the buffer, together with all ranks, and say to the library once what stays.
+
+        Raises:
+            InputError: The group has no process group, or the workload no bound on its tokens.
+            PluginError: The installed library cannot be loaded or is too old.
+        """
+        self._mode, self._ids = FUSE_MODES[weights.layout], LibraryIds(plan.request, group.device)
+        geometry = low_latency_geometry(plan, route, self._ids.num_experts)
+        self._shared = BUFFERS.get(group.require_process_group(route.runner.full_name), geometry)
+        w13_scale, w2_scale = weights["w13_scale"], weights["w2_scale"]
+        if self._mode == 2:
+            # It wants the scales of all experts in one row.
+            w13_scale, w2_scale = w13_scale.view(-1), w2_scale.view(-1)
+        # One argument, two meanings: tokens that a rank brings, or rows that it may receive.
+        rows_of_token = 1 if self._mode == 1 else plan.request.ep_size * plan.request.top_k
+        same = {
+            "gmm1_permuted_weight": weights["w13"],
+            "gmm1_permuted_weight_scale": w13_scale,
+            "gmm2_weight": weights["w2"],
+            "gmm2_weight_scale": w2_scale,
+            "num_max_dispatch_tokens_per_rank": geometry.capacity * rows_of_token,
+            "num_experts": geometry.num_experts,
+            "quant_mode": 1,
+            "fuse_mode": self._mode,
+        }
+        call = self._shared.buffer.fused_deep_moe
+        call = require_keywords(call, "x", "topk_idx", "topk_weights", *same, of=DEEP_EP)
+        self._call = partial(call, **same)
 
     @torch.no_grad()
-    def fused(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        ids, row_weights = ids_of(topk_ids, topk_weights)
-        if mode == 2:
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """`[T, H]` of this rank -> the weighted sums `[T, H]`."""
+        ids, row_weights = self._ids(topk_ids, topk_weights)
+        if self._mode == 2:
             # Its scale of an all-zero row divides by zero; experts without biases make zeros of zeros.
             ids = torch.where(hidden_states.any(1, keepdim=True), ids, -1)
         x, ids, row_weights = at_least_one(hidden_states, ids, row_weights)
-        output, _ = shared.buffer.fused_deep_moe(
-            x=x,
-            topk_idx=ids,
-            topk_weights=row_weights,
-            gmm1_permuted_weight=w13,
-            gmm1_permuted_weight_scale=scales[0],
-            gmm2_weight=w2,
-            gmm2_weight_scale=scales[1],
-            num_max_dispatch_tokens_per_rank=capacity,
-            num_experts=geometry.num_experts,
-            quant_mode=1,
-            fuse_mode=mode,
-        )
+        output, _ = self._call(x=x, topk_idx=ids, topk_weights=row_weights)
         return output[: hidden_states.shape[0]]  # type: ignore[no-any-return]
 
-    return fused
+
+def bind(plan: MoEPlan, route: Route, weights: PreparedWeights, group: ExpertGroup) -> FusedFn:
+    """The fused call of one route; errors as `FusedExperts`."""
+    return FusedExperts(plan, route, weights, group)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor
+from moe_core.payloads import PreparedTensor, PreparedWeights, RawWeights, Tensor, bias_name
 from moe_core.plan import MoEPlan
 from moe_plugin_ascend.layouts import int4_columns, scale_bias, scale_bits, transposed
 from moe_plugin_ascend.operators import empty_nz, require_operators, to_nz
@@ -143,7 +143,7 @@ def _maker(kernel: str, keeps_sums: bool) -> Maker:
 
 def _bf16(name: str, raw: dict[str, Tensor]) -> Made:
     """`[N, K]` as it is: the call reads the transposed view. A bias is added in fp32."""
-    bias = raw.get(f"b{name[1:]}")
+    bias = raw.get(bias_name(name))
     return Made(
         raw[name].clone(memory_format=torch.contiguous_format),
         {} if bias is None else {"_bias": bias.to(torch.float32, copy=True)},

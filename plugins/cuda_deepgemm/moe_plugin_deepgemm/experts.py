@@ -53,12 +53,12 @@ TellGroups: TypeAlias = Callable[[ContiguousTokens, Tensor], dict[str, Any]]
 
 
 def by_row(tokens: ContiguousTokens, of_rows: Tensor) -> dict[str, Any]:
-    """Each row's expert, which every build takes."""
+    """Each row's expert, `of_rows` int32 `[R]`, which every build takes."""
     return {"grouped_layout": of_rows}
 
 
 def by_end(tokens: ContiguousTokens, of_rows: Tensor) -> dict[str, Any]:
-    """The row after each expert's last real one: rows past the last group are then not computed.
+    """int32 `[L]`, the row after each expert's last real one: rows past the last group are then not computed.
 
     On GPUs these are many, since the number of rows is a bound.
     """

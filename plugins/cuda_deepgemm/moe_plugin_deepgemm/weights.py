@@ -70,6 +70,7 @@ def _refilled(plan: MoEPlan, weights: RawWeights, out: PreparedWeights) -> Prepa
     for name, tensor in fresh.tensors.items():
         out[name].copy_(tensor.data)
     out.activation, out.post_norm = weights.activation, weights.post_norm
-    for expert in range(weights.tensors["w13"].shape[0] if weights.release is not None else 0):
-        weights.release(expert)  # type: ignore[misc]
+    if weights.release is not None:
+        for expert in range(weights.tensors["w13"].shape[0]):
+            weights.release(expert)
     return out

@@ -30,5 +30,5 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     wanted = {"sort_pairwise", "grouped_gemm", "_combine", "_first_projection", "_second_projection", "_quantize_rows"}
     wanted |= {"count_blocks", "add_up_blocks", "place_blocks", "_copy_rows", "_row_experts", "_activate_rows"}
     wanted |= {"_rounded_rows", "_checked_ids"}
-    wanted |= {"try_out", "send_tokens", "receive_slots", "return_sums", "add_sums"}
+    wanted |= {"try_out", "send_tokens", "receive_ids", "return_sums", "add_sums"}
     assert set(done.stdout.split()) == wanted

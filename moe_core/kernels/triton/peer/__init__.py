@@ -4,13 +4,13 @@ Every rank has one buffer of the same layout, into which all others can write (`
 to each rank that has any of its experts, to a place of its own, so that nobody has to count first; then its sender
 raises a number that the receiver waits for. The host waits for nothing, so that a forward can be captured.
 
-Four launches in this order make a forward (`exchange`): send tokens, receive slots, (the experts), return sums, add up
+Four launches in this order make a forward (`exchange`): send tokens, receive ids, (the experts), return sums, add up
 sums. All ranks make all four of them in every forward, without tokens too, and one forward after the other. The second
 waits for the tokens of every rank, the last for the sums of every rank, this one's too. So no place is written again
 before it has been read, without a second buffer:
 
 * a rank sends tokens only after it has got all sums of the forward before, which every other rank returns when it has
-  read the tokens and slots before;
+  read the tokens and ids before;
 * it returns sums only after it has got the tokens of the same forward from every rank, each of which sent them when it
   had added up the sums before.
 

@@ -145,11 +145,12 @@ def _mapped(process_group: dist.ProcessGroup, layout: PeerLayout, memory: Shared
 def _try_out(buffer: PeerBuffer) -> None:
     """Every rank writes a number to all, as a forward would; then all numbers are zero again."""
     layout, process_group = buffer.layout, buffer.process_group
-    numbers = buffer.own[layout.numbers : layout.numbers + 8 * layout.size].view(torch.int64)
+    numbers = buffer.own[layout.numbers_at : layout.numbers_at + 8 * layout.size].view(torch.int64)
     # Nobody writes before all have emptied theirs, looks before all have written, or empties before all have looked.
     every_rank(process_group, numbers.tolist())
+    constants = {"RANK": buffer.rank, "SIZE": layout.size, "NUMBERS_AT": layout.numbers_at}
     with on_device(buffer.own.device):
-        kernels.try_out[(1,)](buffer.own, buffer.offsets, RANK=buffer.rank, SIZE=layout.size, NUMBERS=layout.numbers)
+        kernels.try_out[(1,)](buffer.own, buffer.offsets, **constants)
     every_rank(process_group, numbers.tolist())
     missing = [rank for rank, number in enumerate(numbers.tolist()) if number >> 32 != 1]
     _raise_for(process_group, f"what ranks {missing} wrote did not arrive" if missing else "")

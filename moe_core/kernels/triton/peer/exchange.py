@@ -14,15 +14,14 @@ from moe_core.payloads import Tensor
 
 #: Bytes of a row that a program moves at a time, and programs per multiprocessor that share the rows of a launch.
 _CHUNK_BYTES, _RESIDENT = 4096, 4
-#: Slots that a program receives.
+#: Choices (an id and a weight each) that a program receives.
 _BLOCK = 1024
-#: Compile-time arguments of each kernel, beside those that all have.
-_ROWS = ("WIDTH", "CHUNK", "SOME_K")
+#: Compile-time arguments of each kernel, beside those that all have, in the order in which it names them.
 _CONSTANTS = {
-    kernels.send_tokens: ("SLOTS", "WEIGHTS", *_ROWS),
-    kernels.receive_slots: ("SLOTS", "WEIGHTS", "BLOCK"),
-    kernels.return_sums: ("SUMS", "PIECES", "PIECE", *_ROWS),
-    kernels.add_sums: ("SUMS", "PIECES", "PIECE", *_ROWS),
+    kernels.send_tokens: ("IDS_AT", "WEIGHTS_AT", "WIDTH", "CHUNK"),
+    kernels.receive_ids: ("IDS_AT", "WEIGHTS_AT", "BLOCK"),
+    kernels.return_sums: ("SUMS_AT", "PIECES", "WIDTH", "CHUNK"),
+    kernels.add_sums: ("SUMS_AT", "PIECES", "WIDTH", "CHUNK"),
 }
 
 
@@ -30,7 +29,7 @@ class PeerExchange:
     """Sends tokens, and brings sums of them back; see the package for what callers have to keep.
 
     Attributes:
-        tokens: `[size * capacity, H]` in the layout's dtype: those of all ranks, defined where one has a slot here.
+        tokens: `[size * capacity, H]` in the layout's dtype: those of all ranks, defined where a choice is here.
         ids: `[size * capacity, K]` int32, their local expert ids, -1 where no token or no expert of this rank is.
         weights: `[size * capacity, K]` fp32, their router weights.
     """
@@ -58,7 +57,7 @@ class PeerExchange:
         )
 
     def send(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        """Write tokens to the ranks of their slots; an id out of range stops the device.
+        """Write tokens to the ranks that own their slots; an id out of range stops the device.
 
         Args:
             hidden_states: `[T, H]` in the layout's dtype, `T <= capacity`, unit stride along H.
@@ -83,7 +82,7 @@ class PeerExchange:
         """Return sums to the ranks of their tokens, wait for those of this rank's, and add them up.
 
         Args:
-            sums: `[size * capacity, H]` in the layout's dtype, contiguous; read where a token has a slot here.
+            sums: `[size * capacity, H]` in the layout's dtype, contiguous; read where a choice of the token is here.
             topk_ids: As they were sent.
 
         Returns:
@@ -106,14 +105,12 @@ class PeerExchange:
     def _constants(self, rank: int, names: tuple[str, ...], pdl: bool) -> dict[str, Any]:
         layout = self._layout
         some = {
-            "SLOTS": layout.slots,
-            "WEIGHTS": layout.weights,
-            "SUMS": layout.sums,
+            "IDS_AT": layout.ids_at,
+            "WEIGHTS_AT": layout.weights_at,
+            "SUMS_AT": layout.sums_at,
             "PIECES": layout.pieces,
-            "PIECE": divided_up(layout.capacity, layout.pieces),
             "WIDTH": layout.hidden_size,
             "CHUNK": self._chunk,
-            "SOME_K": power_of_two(layout.top_k),
             "BLOCK": _BLOCK,
         }
         return {
@@ -121,7 +118,7 @@ class PeerExchange:
             "SIZE": layout.size,
             "CAPACITY": layout.capacity,
             "TOP_K": layout.top_k,
-            "NUMBERS": layout.numbers,
+            "NUMBERS_AT": layout.numbers_at,
             "PDL": pdl,
             **{name: some[name] for name in names},
         }

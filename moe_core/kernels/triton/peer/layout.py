@@ -16,7 +16,7 @@ _MOST_PIECES, _LEAST_PIECE = 8, 256
 
 @attrs.frozen(kw_only=True)
 class PeerLayout:
-    """The sections of every rank's buffer, as offsets in bytes; tokens come first.
+    """The sections of every rank's buffer, one behind the other from tokens on; what ends in `_at` is where one begins.
 
     Attributes:
         device_type: Where the buffers are.
@@ -50,32 +50,32 @@ class PeerLayout:
         return self.places * self.hidden_size * self.torch_dtype.itemsize
 
     @property
-    def sums(self) -> int:
-        """Sums `[size, capacity, H]` that other ranks return."""
+    def sums_at(self) -> int:
+        """Byte of the sums `[size, capacity, H]` that other ranks return."""
         return _whole(self.bytes_of_rows)
 
     @property
-    def slots(self) -> int:
-        """Local ids `[size, capacity, K]` int32, -1 = no expert of this rank."""
-        return 2 * self.sums
+    def ids_at(self) -> int:
+        """Byte of the local ids `[size, capacity, K]` int32, -1 = no expert of this rank."""
+        return 2 * self.sums_at
 
     @property
-    def weights(self) -> int:
-        """Router weights `[size, capacity, K]` fp32."""
-        return self.slots + _whole(4 * self.places * self.top_k)
+    def weights_at(self) -> int:
+        """Byte of the router weights `[size, capacity, K]` fp32."""
+        return self.ids_at + _whole(4 * self.places * self.top_k)
 
     @property
-    def numbers(self) -> int:
-        """Per sender, the last forward whose tokens, and whose sums of each piece, have come.
+    def numbers_at(self) -> int:
+        """Byte of the numbers: per sender, the last forward whose tokens, and whose sums of each piece, have come.
 
         int64 `[1 + pieces, size]`; the forward is in the upper half, in the lower one of the tokens' is how many came.
         """
-        return self.weights + _whole(4 * self.places * self.top_k)
+        return self.weights_at + _whole(4 * self.places * self.top_k)
 
     @property
     def num_bytes(self) -> int:
         """Of the whole buffer."""
-        return self.numbers + _whole(8 * (1 + self.pieces) * self.size)
+        return self.numbers_at + _whole(8 * (1 + self.pieces) * self.size)
 
     @property
     def pieces(self) -> int:
