@@ -15,6 +15,7 @@ from layers import (
     outputs_without_assertions,
     random_tensors,
     random_tokens,
+    rows_told,
     scale_of_one,
     scales_compared,
 )
@@ -260,6 +261,20 @@ def test_fp8_tokens_travel_as_bytes_over_a_transport_without_fp8() -> None:
         want = torch.cat([own[0][rows] for own in tokens]).double()
         assert ((got[:, :-1] - want).abs() <= want.abs() / 16 + 1e-6).all()
         assert got[:, -1].tolist() == ids * 2
+
+
+@pytest.mark.parametrize("counts", [(96, 96), (0, 256)])
+def test_experts_are_told_how_many_rows_to_expect(counts: tuple[int, int]) -> None:
+    request = attrs.evolve(_with("standard", "torch_alltoall", ep_size=2), num_experts=16, top_k=4, hidden_size=8)
+    tokens = []
+    for num_tokens in counts:
+        ids = torch.rand(num_tokens, 16).topk(4).indices
+        tokens.append((torch.randn(num_tokens, 8), ids, torch.ones(num_tokens, 4)))
+    for told in run_on_ranks(rows_told, [(request, own) for own in tokens]):
+        assert isinstance(told, torch.Tensor), told
+        expected, rows = told.tolist()
+        # The spread of so many draws is below a tenth.
+        assert abs(expected / rows - 1) < 0.25
 
 
 @pytest.mark.parametrize(

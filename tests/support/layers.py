@@ -132,6 +132,15 @@ def fp8_tokens(group: ExpertGroup, request: LayerRequest, tokens: tuple[Any, ...
     return torch.cat([received.hidden_states.float() * scales, received.topk_ids.float()], dim=1)
 
 
+def rows_told(group: ExpertGroup, request: LayerRequest, tokens: tuple[Any, ...]) -> torch.Tensor:
+    """A rank's job: the rows per expert that its runner is told, and those that there are."""
+    plan, _ = make_plan(torch_manager(), request, probe_environment((), "cpu"))
+    dispatch, _ = bind_standard(plan, plan.routes[0], group)
+    received, _ = dispatch(*tokens)
+    rows = (received.topk_ids >= 0).sum() / len(request.local_slots(group.rank))
+    return torch.tensor([received.expected_m, float(rows)])
+
+
 def scales_compared(group: ExpertGroup, scale: float) -> torch.Tensor:
     """A rank's job: compare scales of tokens."""
     check_token_scale(torch.tensor(scale), group)

@@ -47,6 +47,9 @@ class AllToAll:
         request = plan.request
         self._group, self._size = group.require_process_group("dispatcher torch_alltoall"), group.size
         self._num_slots, self._top_k, self._hidden = request.num_slots, request.top_k, request.hidden_size
+        # Of evenly spread ids, this share of all ranks' tokens is received.
+        received_share = 1 - (1 - 1 / group.size) ** request.top_k
+        self._rows_per_received = request.top_k / request.num_slots / received_share
         self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
         shares = [len(request.local_slots(rank)) for rank in range(group.size)]
         owner = [rank for rank, share in enumerate(shares) for _ in range(share)]
@@ -69,6 +72,7 @@ class AllToAll:
         message = encode_message(hidden_states[token], ids, topk_weights[token], self._token_dtype)
         received = self._send(message, exchange.sent, exchange.received)
         tokens = decode_message(received, self._hidden, self._top_k, self._token_dtype)
+        tokens.expected_m = max(1, round(received.shape[0] * self._rows_per_received))
         return tokens, exchange
 
     def combine(self, rows: Tensor, exchange: Exchange) -> Tensor:

@@ -22,7 +22,7 @@ OPERANDS = ("half", "byte", "byte_weight", "narrow")
 _BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}
 
 
-#: Card -> operands -> most rows per expert, on average, and the tiles that are best up to there (docs/benchmarks.md;
+#: Card -> operands -> most rows per expert, on average, and the tiles that are best up to there (docs/tried.md;
 #: H100 2026-11-28, H200 2026-11-29). With few rows, weights are the operand of 64 rows; with many, they come through
 #: the bulk copy engine. An H200 has the multiprocessors of an H100 and 1.4 times its bandwidth: there, two or more
 #: programs on each hide each other's beginning and end, where on an H100 one with more steps in flight is as good.
