@@ -40,7 +40,6 @@ from moe_plugin_deepgemm import plugin
 from moe_plugin_deepgemm.experts import DeepGemmExperts, TellGroups
 from moe_plugin_deepgemm.library import CALLS, deep_gemm, parameters
 
-from moe_core.bench.reference import Reference, tolerance
 from moe_core.environment import PRESETS
 from moe_core.kernels import ops
 from moe_core.layer import MoELayer
@@ -49,6 +48,7 @@ from moe_core.request import LayerRequest
 from moe_core.testing import Kit
 from moe_core.tuning.ceilings import measure_ceilings
 from moe_core.tuning.layers import Batches, random_weights, release_memory
+from moe_core.tuning.reference import Reference, tolerance
 from moe_core.tuning.timing import prepare, take_turns
 
 TOKENS = COUNTS[-1]

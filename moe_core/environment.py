@@ -7,29 +7,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from moe_core.errors import SpecError, UnknownNameError, counted, did_you_mean
+from moe_core.errors import SpecError, UnknownNameError, counted
 from moe_core.installed import installed_packages, programs_found, variables_set
 from moe_core.json_files import kind_of, read_json, shown
-from moe_core.vocabulary import (
-    ANY,
-    DEVICE_TYPES,
-    as_sorted_tuple,
-    instance_of,
-    is_arch,
-    is_device_type,
-    require_word,
-)
+from moe_core.vocabulary import as_sorted_tuple, instance_of, is_arch, is_device_type
 
 if TYPE_CHECKING:
     from moe_core.requirement import Program
-    from moe_core.specs import DeviceGeneration, PluginSpec
+    from moe_core.specs import DeviceGeneration
 
 
 def _pairs(value: Any) -> Any:
@@ -194,6 +185,8 @@ def load_environment(name: str) -> Environment:
     if not path.is_file():
         if (preset := name.replace("_", "-")) in PRESETS:
             return PRESETS[preset]
+        if os.path.lexists(name):
+            raise SpecError(f"environment file {name}: it is there and is no regular file")
         if path.suffix or path.name != name:
             raise SpecError(f"environment file {name}: no such file; presets are {', '.join(sorted(PRESETS))}")
         raise UnknownNameError("environment", name, PRESETS, hint="A path to a JSON file is taken too.")
@@ -216,49 +209,6 @@ def load_environment(name: str) -> Environment:
             "leave one of them"
         )
     return Environment.from_json(printed, source=name)
-
-
-#: A generation of CUDA devices, from their compute capability: 9.0 is `sm90`, 12.0 `sm120`.
-_CUDA_ARCH = re.compile("sm([1-9][0-9]|1[0-9][0-9])")
-
-
-def check_described(environment: Environment, plugins: Iterable[PluginSpec]) -> None:
-    """Raise `SpecError` for a device type or a generation that nobody knows; what was probed is taken as it is.
-
-    A generation is known if a plugin names it for that device type; of CUDA devices, which say it themselves, each of
-    the right form is. Where no plugin names any for a device type, only those of other devices are wrong.
-    """
-    if environment.source == "probed":
-        return
-    plugins, device, arch = tuple(plugins), environment.device_type, environment.arch
-    where = f"environment {environment.source}, field"
-    known = (*DEVICE_TYPES, *(device for plugin in plugins for device in plugin.device_types))
-    require_word(device, known, f"{where} 'device_type'")
-    is_cudas = _CUDA_ARCH.fullmatch(arch) is not None
-    archs = _archs_named(plugins)
-    named = archs.get(device, ())
-    if not arch or arch in named or (device == "cuda" and is_cudas):
-        return
-    others = ["cuda"] * is_cudas + [other for other, of_other in archs.items() if arch in of_other]
-    if others:
-        raise SpecError(f"{where} 'arch': {arch!r} is a generation of {others[0]}, 'device_type' is {device!r}")
-    if device == "cuda":
-        form = f"expected sm and the compute capability, such as {', '.join(named) or 'sm90'}"
-        raise SpecError(f"{where} 'arch': {arch!r} is no generation of cuda, {form}{did_you_mean(arch, named)}")
-    if named:
-        require_word(arch, named, f"{where} 'arch'")
-
-
-def _archs_named(plugins: Iterable[PluginSpec]) -> dict[str, tuple[str, ...]]:
-    """Device type -> the generations that plugins name for it."""
-    found: dict[str, set[str]] = {}
-    for plugin in plugins:
-        for generation in plugin.generations:
-            found.setdefault(generation.device_type, set()).add(generation.arch)
-        for part in (*plugin.dispatchers, *plugin.runners):
-            for device in part.devices:
-                found.setdefault(device, set()).update(part.archs)
-    return {device: tuple(sorted(archs)) for device, archs in found.items() if device != ANY}
 
 
 def unprobed_environment(

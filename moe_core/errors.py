@@ -35,6 +35,8 @@ def in_a_line(error: BaseException) -> str:
 #: How torch's allocators say what was wanted, and what there was.
 _WANTED = re.compile(r"tried to allocate (?:more than )?(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.IGNORECASE)
 _FREE = re.compile(r"(\d+(?:\.\d+)? [KMGT]?i?B)(?: is)? free")
+#: How drivers, their libraries and systems say it, of whom torch and Triton repeat the text.
+_NO_MEMORY = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED|cannot allocate memory", re.IGNORECASE)
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -49,8 +51,9 @@ def out_of_memory(error: BaseException) -> str:
     except Exception:
         return ""
     wanted, free = _WANTED.search(text), _FREE.search(text)
-    # Only some of torch's allocators raise the class; all say how much they tried.
-    if wanted is None and type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
+    # Only some of torch's allocators raise the class; all say how much they tried. Below a first line is advice.
+    says_it = wanted or _NO_MEMORY.search(text.partition("\n")[0])
+    if not says_it and type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
         return ""
     said = [f"{_size(*wanted.groups())} were asked for"] if wanted else []
     said += [f"{free[1]} are free"] if free else []
@@ -109,12 +112,20 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+#: What people write -> what they mean by it, though other words look more like it: torch calls all these GPUs so.
+_MEANT = {"gpu": "cuda"}
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """`; did you mean 'sm90'?` where one of `words` is close, else ""."""
-    known = list(words)
-    # Who stops in mid-name means one that begins so, however long it is.
-    begun = [other for other in known if word and other.startswith(word)]
-    close = begun or difflib.get_close_matches(word, known, n=1)
+    # Capitals, and spaces around a word, are slips as well.
+    known, written = {other.lower(): other for other in words}, word.strip().lower()
+    if written in _MEANT:
+        close = [known[other] for other in known if other == _MEANT[written]]
+    else:
+        # Who stops in mid-name means one that begins so, however long it is.
+        begun = [other for other in known if written and other.startswith(written)]
+        close = [known[other] for other in begun or difflib.get_close_matches(written, known, n=1)]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -80,6 +80,8 @@ def refusal(decision: Findings, alternatives: Sequence[str]) -> str:
     machine = f"{environment.device_type} {environment.arch}".strip()
     lines = [f"no backend combination fits this layer on {machine}: {decision.error}"]
     lines.append(f"  asked: {request.quant}, {request.dtype}, {request.activation}, ep {request.ep_size}")
+    if not any(workload.specs for workload in decision.workloads):
+        return "\n".join([*lines, "  no plugin declares any: see moe-core list-backends"])
     lines += _against(decision)
     lines += [f"  plugin {plugin.name} {plugin.status}: {plugin.error}" for plugin in decision.plugins if plugin.error]
     if any(request.pins(workload.workload) != Pins() for workload in decision.workloads):

@@ -11,7 +11,8 @@ import attrs
 from moe_core import dispatch_dtype
 from moe_core.decision import Decision
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
-from moe_core.environment import Environment, check_described
+from moe_core.described import check_described
+from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError, counted
 from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
 from moe_core.findings import DtypeChoice, PairReport, PluginReport, Reason, SpecReport, WorkloadDecision

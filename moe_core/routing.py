@@ -80,10 +80,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Pick and weigh experts.
 
-    Everything is computed in fp32. The ids of a row are distinct, best first, and equal scores go to the lower
-    id. Without a correction bias experts are compared by their logits, so that scores which saturate keep their
-    order. A logit of -inf bars an expert: it is picked last and weighs 0, and if every chosen expert is barred
-    the whole row weighs 0.
+    Everything is computed in fp32, or in fp64 if the logits are. The ids of a row are distinct, best first, and equal
+    scores go to the lower id. Without a correction bias experts are compared by their logits, so that scores which
+    saturate keep their order. A logit of -inf bars an expert: it is picked last and weighs 0, and if every chosen
+    expert is barred the whole row weighs 0.
 
     Args:
         logits: `[T, E]` router logits of any float dtype, any number of experts.
@@ -103,12 +103,12 @@ def route(
     """
     _check_tensors(logits, correction_bias, valid)
     spec.check_num_experts(logits.shape[1])
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if valid is not None:
         logits = torch.where(valid[:, None], logits, 0.0)
     are_numbers = _require_numbers(logits, correction_bias)
     topk_ids = _pick(logits, correction_bias, spec)
-    topk_weights = _weigh(logits, topk_ids, spec) * spec.routed_scaling_factor
+    topk_weights = (_weigh(logits, topk_ids, spec) * spec.routed_scaling_factor).float()
     if are_numbers is not None:
         topk_weights = torch.where(are_numbers[:, None], topk_weights, torch.nan)
     if valid is not None:
@@ -118,7 +118,7 @@ def route(
 
 
 def _pick(logits: Tensor, correction_bias: Tensor | None, spec: RoutingSpec) -> Tensor:
-    choice = logits if correction_bias is None else _scores(logits, spec.scoring) + correction_bias.float()
+    choice = logits if correction_bias is None else _scores(logits, spec.scoring) + correction_bias.to(logits.dtype)
     if spec.n_group > 1:
         is_open = _open_groups(choice, spec, best_of_group=1 if correction_bias is None else 2)
         # Barred experts of open groups must still come before every expert of a closed group.

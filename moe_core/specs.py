@@ -31,6 +31,7 @@ from moe_core.vocabulary import (
     TIERS,
     TOKEN_DTYPES,
     TOKEN_PLACEMENTS,
+    as_sorted_archs,
     as_sorted_tuple,
     as_tuple,
     at_least,
@@ -142,7 +143,7 @@ class _Part:
     devices: tuple[str, ...] = attrs.field(
         default=(ANY,), converter=as_sorted_tuple, validator=[tuple_of(str), is_device_type, _not_empty]
     )
-    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_tuple, validator=[tuple_of(str), is_arch])
+    archs: tuple[str, ...] = attrs.field(default=(), converter=as_sorted_archs, validator=[tuple_of(str), is_arch])
     weight_on_input: bool = attrs.field(default=False, validator=instance_of(bool))
     id_space: str = attrs.field(default="local", validator=one_of(*ID_SPACES))
     limits: tuple[Limit, ...] = attrs.field(default=(), converter=as_tuple, validator=tuple_of(Limit))

@@ -230,3 +230,15 @@ def as_sorted_tuple(value: Any) -> Any:
         return tuple(sorted(set(elements))) if isinstance(elements, tuple) else value
     except TypeError:
         return elements
+
+
+def arch_order(arch: str) -> list[str | int]:
+    """What generations are sorted by: letters, then numbers as numbers, so that `sm90` is before `sm100`."""
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", arch)]
+
+
+def as_sorted_archs(value: Any) -> Any:
+    """An attrs converter as `as_sorted_tuple`, in the order of generations."""
+    archs = as_sorted_tuple(value)
+    is_sorted = isinstance(archs, tuple) and all(isinstance(arch, str) for arch in archs)
+    return tuple(sorted(archs, key=arch_order)) if is_sorted else archs

@@ -10,6 +10,7 @@ import torch
 from fakes import dispatcher, expect, manager_of, plugin, request, runner
 
 from moe_core.backends.torch.plugin import declare_backends as shipped_torch
+from moe_core.described import unnamed_arch
 from moe_core.environment import Environment, probe_environment
 from moe_core.errors import SpecError
 from moe_core.resolver import resolve
@@ -44,7 +45,7 @@ def test_what_runs_anywhere_runs_on_a_device_that_no_plugin_names() -> None:
 def test_a_described_device_type_that_nobody_knows() -> None:
     wrong = Environment(device_type="gpu", source="machine.json")
     with pytest.raises(
-        SpecError, match=r"environment machine.json, field 'device_type': 'gpu' is not one of cpu, cuda"
+        SpecError, match=r"machine.json, field 'device_type': 'gpu' is not one of cpu, .*; did you mean 'cuda'\?"
     ):
         resolve([_declared()], request(), wrong)
     with pytest.raises(SpecError, match=r"'zephyr' is not one of cpu"):
@@ -56,8 +57,8 @@ def test_a_described_device_type_that_nobody_knows() -> None:
     ("device", "arch", "told"),
     [
         ("zephyr", "z2", "'z2' is not one of z1$"),
-        ("cuda", "hopper", "is no generation of cuda, expected sm and the compute capability, such as sm100, sm90$"),
-        ("cuda", "sm9", "such as sm100, sm90; did you mean 'sm90'?"),
+        ("cuda", "hopper", "is no generation of cuda, expected sm and the compute capability, such as sm90, sm100$"),
+        ("cuda", "sm9", "such as sm90, sm100; did you mean 'sm90'?"),
         ("cuda", "sm90a", "did you mean 'sm90'?"),
         ("cuda", "90", "is no generation of cuda"),
         ("cuda", "z1", "'z1' is a generation of zephyr, 'device_type' is 'cuda'"),
@@ -84,6 +85,27 @@ def test_a_described_generation_that_may_exist(device: str, arch: str) -> None:
     # No plugin here knows those of npu and cpu; that of a CUDA device may be older or newer than all that is declared.
     described = Environment(device_type=device, arch=arch, packages=ZEPHYR.packages, source="machine.json")
     assert resolve([_declared(), shipped_torch()], request(), described).is_feasible
+
+
+@pytest.mark.parametrize(
+    ("arch", "nearest"),
+    [("sm77", "sm80"), ("sm85", "sm80, sm90"), ("sm99", "sm90, sm100"), ("sm199", "sm120")],
+)
+def test_the_nearest_of_a_generation_that_nothing_names(arch: str, nearest: str) -> None:
+    # Presets have sm90 and sm100.
+    cards = plugin(runners=[runner(devices=("cuda",), archs=("sm120", "sm80"))])
+    described = Environment(device_type="cuda", arch=arch, source="machine.json")
+    told = unnamed_arch(described, [_declared(), cards])
+    expect(told.startswith(f"environment machine.json: no plugin names {arch}, "), told)
+    expect(told.endswith(f"; the nearest that are named: {nearest}"), told)
+    for known in (
+        attrs.evolve(described, source="probed"),
+        attrs.evolve(described, arch=""),
+        attrs.evolve(described, arch="sm100"),
+        attrs.evolve(described, arch="sm80"),
+        attrs.evolve(described, device_type="zephyr", arch="z1"),
+    ):
+        expect(unnamed_arch(known, [_declared(), cards]) == "", known)
 
 
 def test_a_generation_that_a_plugin_names_for_the_device_type_is_known_whatever_its_form() -> None:

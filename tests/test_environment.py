@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import types
 from pathlib import Path
@@ -135,6 +136,15 @@ def test_an_unknown_name() -> None:
 def test_a_file_that_is_not_there_is_called_one(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match=f"environment file {name}: no such file; presets are .*h100"):
+        load_environment(name)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("name", ["folder", "folder.json", "pipe"])
+def test_what_is_there_and_no_file_is_called_so(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo(name) if name == "pipe" else Path(name).mkdir()
+    with pytest.raises(SpecError, match=f"environment file {name}: it is there and is no regular file"):
         load_environment(name)
 
 

@@ -41,6 +41,17 @@ def test_who_stops_in_mid_name_means_what_begins_so():
     assert "did you mean" not in str(UnknownNameError("scheme", "", ["mxfp8"]))
 
 
+@pytest.mark.parametrize("name", ["FP8_BLOCK128", "Fp8", " fp8_block128 "])
+def test_capitals_and_spaces_are_slips(name: str) -> None:
+    assert "did you mean 'fp8_block128'?" in str(UnknownNameError("scheme", name, ["mxfp8", "fp8_block128"]))
+    assert "did you mean 'H100'?" in str(UnknownNameError("card", "h100", ["H100", "cpu"]))
+
+
+def test_what_people_call_a_gpu_is_never_taken_for_a_cpu() -> None:
+    assert "did you mean 'cuda'?" in str(UnknownNameError("device type", "GPU", ["cpu", "cuda"]))
+    assert "did you mean" not in str(UnknownNameError("environment", "gpu", ["cpu", "h100"]))
+
+
 def test_counts_and_their_nouns() -> None:
     assert [counted(number, "token count") for number in (0, 1, 2)] == [
         "0 token counts",
@@ -68,6 +79,14 @@ OLDER_TEXT = "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB to
         (torch.OutOfMemoryError("no more"), "out of memory"),
         (MemoryError(), "out of memory"),
         (RuntimeError("tried to allocate 1610612736.0 bytes"), "out of memory: 1.50 GiB were asked for"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`."), "out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out of memory"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of memory"),
+        (RuntimeError("unable to mmap 8192 bytes from file <a>: Cannot allocate memory (12)"), "out of memory"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), ""),
+        (RuntimeError("no such kernel\nOne that is out of memory would say so."), ""),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), ""),
         (RuntimeError("tried to allocate ... bytes"), ""),
         (RuntimeError("a kernel failed"), ""),
         (ValueError("Tried to allocate 2 GiB"), ""),

@@ -128,7 +128,7 @@ def test_what_runs(fields: dict[str, Any], machine: Environment, expected: list[
     ("fields", "machine", "name", "reason"),
     [
         pytest.param(
-            {}, SM80, "cuda_deepgemm:deep_gemm.masked_bf16", "arch: needs sm100 or sm90, found sm80", id="sm80"
+            {}, SM80, "cuda_deepgemm:deep_gemm.masked_bf16", "arch: needs sm90 or sm100, found sm80", id="sm80"
         ),
         pytest.param({"quant": NVFP4}, SM90, V1, "arch: needs sm100 or sm103, found sm90", id="nvfp4 v1 on sm90"),
         pytest.param({"quant": NVFP4}, SM90, V2, "arch: needs sm100 or sm103, found sm90", id="nvfp4 v2 on sm90"),

@@ -47,6 +47,15 @@ def oracle(logits: torch.Tensor, spec: RoutingSpec, **tensors: Any) -> tuple[tor
     )
 
 
+def test_fp64_logits_keep_their_precision() -> None:
+    # Scores whose differences vanish in fp32 beside the bias.
+    logits = 1e-7 * torch.randperm(64, generator=torch.Generator().manual_seed(1))[None].double()
+    spec, bias = RoutingSpec(top_k=4, scoring="sigmoid"), torch.full((64,), 7.0)
+    topk_ids, topk_weights = route(logits, spec, correction_bias=bias)
+    assert topk_ids.tolist() == oracle(logits, spec, correction_bias=bias)[0].tolist()
+    assert topk_weights.dtype == torch.float32
+
+
 @pytest.mark.parametrize("num_experts", [6, 64, 300, 512])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["unbiased", "biased"])
 @pytest.mark.parametrize(

@@ -41,20 +41,20 @@ class Combination:
     """One of ours.
 
     Attributes:
-        pins: `runner` or `dispatcher + runner`, any names that pins take; "" for what the resolver chooses.
+        pins: `runner` or `dispatcher + runner`, any names that pins take; None for what the resolver chooses.
     """
 
-    pins: str = ""
+    pins: str | None = None
 
     @property
     def name(self) -> str:
         """How its row is called."""
-        return f"{OURS} {self.pins}".strip()
+        return OURS if self.pins is None else f"{OURS} {self.pins}"
 
     @property
     def fields(self) -> dict[str, str]:
-        """The pins as fields of a request; raises `SpecError` for more than two names."""
-        parts = [part.strip() for part in self.pins.split("+")] if self.pins else []
+        """The pins as fields of a request; raises `SpecError` for more than two names, and for an empty one."""
+        parts = [] if self.pins is None else [part.strip() for part in self.pins.split("+")]
         if len(parts) > 2 or not all(parts):
             raise SpecError(f"combination {self.pins!r}: expected a runner, or 'dispatcher + runner'")
         return dict(zip(("runner_backend", "a2a_backend"), reversed(parts), strict=False))

@@ -91,7 +91,7 @@ class Row:
         floor: Microseconds that nothing can be much below.
         timing: The samples; None where there is no figure.
         error: Relative error of the result's norm against the layer in fp32.
-        problem: Why there is no figure.
+        problem: Why there is no figure; begins with `not run: ` where nothing was tried, and with `wrong result: `.
         note: What to know about the figure.
         issue_microseconds: Time of the host per call outside a graph, if it was asked for.
         held_bytes: Most memory that a forward held beside weights and inputs, its output included, if asked for.

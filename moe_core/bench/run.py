@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 
 from moe_core.bench.contenders import Bound, Combination, Contender, PeerContender
 from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes
 from moe_core.bench.peers import Peer
-from moe_core.bench.reference import Reference, tolerance
 from moe_core.bench.report import Machine, Report, Row
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, UnknownNameError, in_a_line
+from moe_core.errors import MoeCoreError, UnknownNameError, in_a_line, is_interrupt
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
 from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights, release_memory
+from moe_core.tuning.reference import Reference
 from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, prepare, take_turns
 
 #: Share of the free memory that a peer's copies may take; the rest is for rows and for torch's allocator.
@@ -210,18 +212,25 @@ def _entry(
         if isinstance(contender, Combination) and ran.setdefault(bound.runs, contender.name) != contender.name:
             return _Entry(row=attrs.evolve(row, note=f"the same as {ran[bound.runs]}, not timed again"))
         row = _checked(sweep, case, bound, reference, row)
-        return _prepared(sweep, case, bound, reference, row)
+        return _prepared(sweep, bound, reference, row)
     except UnknownNameError:
         # A slip of the pen, and not something that cannot run.
         raise
-    except Exception as error:  # code of others may raise anything, and its row says what
-        return _Entry(row=attrs.evolve(row, problem=in_a_line(error)))
+    except BaseException as error:
+        return _Entry(row=attrs.evolve(row, problem=_problem(error)))
+
+
+def _problem(error: BaseException) -> str:
+    """What a row says: code of others may raise anything but the user's interrupt, `SystemExit` too."""
+    if is_interrupt(error):
+        raise error
+    return in_a_line(error)
 
 
 def _checked(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row: Row) -> Row:
     """The row with the error of a first call, and with what is asked for beside the time."""
     call = bound.batches.calls(bound.layer)[0]
-    row = attrs.evolve(row, error=_error(case, reference, call()))
+    row = attrs.evolve(row, error=reference.check(call()))
     if sweep.with_memory:
         row = attrs.evolve(
             row,
@@ -233,14 +242,7 @@ def _checked(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row:
     return row
 
 
-def _error(case: _Case, reference: Reference, output: Tensor) -> float:
-    error, allowed = reference.error(output), tolerance(case.request)
-    if error > allowed:
-        raise MoeCoreError(f"wrong result: relative error {error:.2g}, at most {allowed:.2g} is due to rounding")
-    return error
-
-
-def _prepared(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row: Row) -> _Entry:
+def _prepared(sweep: Sweep, bound: Bound, reference: Reference, row: Row) -> _Entry:
     """Captured where it can be, and then compared once more; else to be timed with a clock, and the note says why."""
     calls = bound.batches.calls(bound.layer)
     reason = bound.not_captured
@@ -252,7 +254,7 @@ def _prepared(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row
         else:
             if ready.outputs:
                 ready.sample()
-                row = attrs.evolve(row, error=_error(case, reference, ready.outputs[0]))
+                row = attrs.evolve(row, error=reference.check(ready.outputs[0]))
             return _Entry(row=row, ready=ready)
     if sweep.device != "cpu":
         reason = reason.removeprefix("not captured: ")
@@ -261,7 +263,28 @@ def _prepared(sweep: Sweep, case: _Case, bound: Bound, reference: Reference, row
 
 
 def _timed(sweep: Sweep, entries: Sequence[_Entry]) -> list[Row]:
-    """The rows of several that take turns, in their order."""
-    ready = {str(place): entry.ready for place, entry in enumerate(entries) if entry.ready is not None}
+    """The rows of several that take turns, in their order; one that fails in a turn has none any more."""
+    problems: dict[str, str] = {}
+    ready = {
+        str(place): attrs.evolve(entry.ready, sample=partial(_sample, entry.ready, str(place), problems))
+        for place, entry in enumerate(entries)
+        if entry.ready is not None
+    }
     timings = take_turns(ready, sweep.repeats, sweep.seconds)
-    return [attrs.evolve(entry.row, timing=timings.get(str(place))) for place, entry in enumerate(entries)]
+    return [
+        attrs.evolve(entry.row, problem=problems[place])
+        if place in problems
+        else attrs.evolve(entry.row, timing=timings.get(place))
+        for place, entry in zip(map(str, range(len(entries))), entries, strict=True)
+    ]
+
+
+def _sample(ready: Prepared, place: str, problems: dict[str, str]) -> float:
+    """A sample of what has not failed before; an error goes to `problems`."""
+    if place in problems:
+        return math.nan
+    try:
+        return ready.sample()
+    except BaseException as error:
+        problems[place] = _problem(error)
+        return math.nan

@@ -7,6 +7,7 @@ unknown names, bad values, missing files), and those that shells give to signals
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 import traceback
 import warnings
@@ -18,10 +19,11 @@ from typer.core import TyperCommand
 
 from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, tune, verify
 from moe_core.cli.eval import evaluate
+from moe_core.cli.failures import failure
 from moe_core.cli.option_words import in_options, options_of
 from moe_core.cli.output import print_error
-from moe_core.cli.stopping import exit_with_reader
-from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, out_of_memory
+from moe_core.cli.stopping import INTERRUPTED, exit_with_reader
+from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, is_interrupt
 from moe_core.planner import PlanWarning
 
 CANNOT, ASKED_WRONGLY = 1, 2
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: Always; see the exit codes above.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models write, and files are called, in letters that not every terminal has; errors are printed so, too.
+        sys.stdout.reconfigure(errors="backslashreplace")
     with exit_with_reader(), warnings.catch_warnings():
         warnings.filterwarnings("always", category=DeprecationWarning, module=r"moe_core\.")
         # The notes of the printed plan say the same.
@@ -80,18 +85,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             app(args=words, prog_name="moe-core")
         except MoeCoreError as error:
-            if {"-v", "--verbose"} & set(words):
-                sys.stderr.write("".join(traceback.format_exception(error)))
-            print_error(in_options(str(error), _options(words)))
+            message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            _tell(error, in_options(message, _options(words)), words)
             sys.exit(ASKED_WRONGLY if isinstance(error, SpecError | UnknownNameError) else CANNOT)
-        except (RuntimeError, MemoryError) as error:
-            short = out_of_memory(error)
-            if not short:
+        except BaseException as error:
+            if is_interrupt(error):
+                # One alone has become an exit already; this is a group that holds one.
+                sys.exit(INTERRUPTED)
+            message = failure(error)
+            if not message:
                 raise
-            if {"-v", "--verbose"} & set(words):
-                sys.stderr.write("".join(traceback.format_exception(error)))
-            print_error(f"{short}; take fewer tokens, a smaller or quantized model, or another device")
+            _tell(error, message, words)
             sys.exit(CANNOT)
+
+
+def _tell(error: BaseException, message: str, words: list[str]) -> None:
+    """The message on stderr, below the traceback where it was asked for."""
+    if {"-v", "--verbose"} & set(words):
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    print_error(message)
 
 
 def _options(words: list[str]) -> dict[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import attrs
 
 from moe_core.discovery import Failed, Found
 from moe_core.environment import Environment
 from moe_core.feasibility import machine_reasons
 from moe_core.findings import Reason
-from moe_core.manager import BackendManager
+from moe_core.manager import ALLOW_LIST_VARIABLE, BackendManager
 from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 
 _WITHOUT_DEVICE = ("package", "version", "program", "variable")
@@ -61,6 +63,13 @@ def backends_on(manager: BackendManager, environment: Environment, *, probed: bo
     backends = [_ready(manager, name, environment, probed) for name in manager.names()]
     backends += [_failed(failure) for failure in manager.failures()]
     return sorted(backends, key=lambda backend: (backend.found.name, backend.found.distribution))
+
+
+def why_none() -> str:
+    """What to say where there is no backend at all."""
+    if ALLOW_LIST_VARIABLE in os.environ:
+        return f"no backend: environment variable {ALLOW_LIST_VARIABLE} allows none"
+    return "no backend is installed; those of a source tree are once it is: pip install ."
 
 
 def _ready(manager: BackendManager, name: str, environment: Environment, probed: bool) -> Backend:

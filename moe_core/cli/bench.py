@@ -24,7 +24,7 @@ from moe_core.cli.layer_options import (
     TopK,
     tokens_option,
 )
-from moe_core.cli.options import AsJson, MeasuredDevice, Verbose, check_names, known_word
+from moe_core.cli.options import AsJson, Device, Verbose, check_names, known_word
 from moe_core.cli.output import print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.progress import stage
@@ -74,7 +74,7 @@ def bench(
             show_default="all that are installed",
         ),
     ] = None,
-    device: MeasuredDevice = None,
+    device: Device = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, max=_MOST_THREADS, metavar="N", help="Threads of torch.", show_default="torch's"),

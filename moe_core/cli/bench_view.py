@@ -27,6 +27,9 @@ _EXTRAS = {
     "HELD MB": "the most memory that a forward holds beside weights and inputs",
     "/ROWS": "that over the rows between the products: 2I + I + H values for each routed row",
 }
+#: What problems begin with -> their word in a table; whatever else an implementation raises has failed.
+_WORDS = {"not run: ": "not run", "wrong result: ": "wrong"}
+_WENT_WRONG = ("wrong", "failed")
 
 
 def report_view(report: Report) -> RenderableType:
@@ -69,8 +72,8 @@ def _table(rows: Sequence[Row]) -> Iterable[RenderableType]:
         ours = next((row.timing.microseconds for row in alike if row.timing and row.implementation == OURS), None)
         result.add_row(str(num_tokens), "floor", _micro(alike[0].floor), *[""] * (5 + len(extras)))
         for row in alike:
-            # What never ran is in the notes alone.
-            if row.implementation in timed:
+            # What nobody tried, at any number of tokens, is in the notes alone.
+            if row.implementation in timed or _word(row) in _WENT_WRONG:
                 result.add_row("", row.implementation, *_figures(row, ours), *_more(row, extras))
     yield result
     yield fields({"ran": "\n".join(_ran(rows)), "notes": "\n".join(_notes(rows))})
@@ -116,7 +119,7 @@ def _notes(rows: Sequence[Row]) -> Iterable[str]:
 
 def _figures(row: Row, ours: float | None) -> list[str]:
     if row.timing is None:
-        return ["-", "", "", "", "", "-"]
+        return [_word(row), "", "", "", "", ""]
     time = row.timing.microseconds
     return [
         _micro(time),
@@ -126,6 +129,13 @@ def _figures(row: Row, ours: float | None) -> list[str]:
         "" if row.error is None else f"{row.error:.0e}",
         row.timing.method,
     ]
+
+
+def _word(row: Row) -> str:
+    """What stands in the place of a time; the notes say why."""
+    if not row.problem:
+        return "-"
+    return next((word for begins, word in _WORDS.items() if row.problem.startswith(begins)), "failed")
 
 
 def _more(row: Row, extras: Sequence[str]) -> list[str]:

@@ -116,13 +116,14 @@ def _view(
     environment: Environment, backends: list[Backend], packages: list[Package], variables: list[ForeignVariable]
 ) -> RenderableType:
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
+    allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     machine = {
         "device": ", ".join(dict.fromkeys(filter(None, (device, environment.device_name, environment.driver)))),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
         "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
         "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),
-        "plugins": os.environ.get(ALLOW_LIST_VARIABLE, "") and f"only {os.environ[ALLOW_LIST_VARIABLE]} (by variable)",
+        "plugins": "" if allowed is None else f"only {allowed or 'none'} (by variable {ALLOW_LIST_VARIABLE})",
     }
     plugins = WordTable("PLUGIN", "VERSION", "STATUS")
     for backend in backends:

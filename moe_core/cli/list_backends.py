@@ -10,7 +10,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from moe_core.cli.backend_status import Backend, backends_on, parts_of
+from moe_core.cli.backend_status import Backend, backends_on, parts_of, why_none
 from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_error, print_json, stdout, verdict
 from moe_core.cli.plan_view import machine_fields
@@ -79,7 +79,7 @@ def _print(backends: list[Backend], environment: Environment, probed: bool, verb
         console.print()
         console.print(names)
     else:
-        console.print("no backend is installed")
+        console.print(why_none())
     if not probed:
         console.print("devices were not looked at: ready means that the required packages are installed", style="dim")
     if verbose:

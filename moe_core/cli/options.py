@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from moe_core.environment import PRESETS
+from moe_core.cli.output import print_error
+from moe_core.described import unnamed_arch
+from moe_core.environment import PRESETS, Environment
 from moe_core.errors import SpecError, UnknownNameError
 from moe_core.manager import default_manager
 from moe_core.measurements import MeasurementTable
@@ -31,12 +33,9 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def _known_device(word: str | None) -> str | None:
-    return None if word is None else known_word("device type", word, default_manager().device_types())
-
-
-def _measured_device(word: str | None) -> str | None:
     if word is None:
         return None
+    # `meta` computes nothing.
     known = (device for device in default_manager().device_types() if device != "meta")
     return known_word("device type", word, known)
 
@@ -64,16 +63,6 @@ Device = Annotated[
     str | None,
     typer.Option(
         callback=_known_device,
-        metavar="TYPE",
-        help="Device type, for example cpu or cuda.",
-        show_default="the accelerator, else cpu",
-    ),
-]
-#: Of commands that take times: `meta` computes nothing.
-MeasuredDevice = Annotated[
-    str | None,
-    typer.Option(
-        callback=_measured_device,
         metavar="TYPE",
         help="Device type, for example cpu or cuda.",
         show_default="the accelerator, else cpu",
@@ -125,3 +114,9 @@ def read_text(path: Path) -> str:
         raise SpecError(f"text {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error
+
+
+def tell_unnamed(machine: Environment) -> None:
+    """Warn of a described generation that no plugin names: it may be a slip of the pen."""
+    if unnamed := unnamed_arch(machine, default_manager().specs()):
+        print_error(unnamed, label="warning")

@@ -81,9 +81,10 @@ def verdict(word: str) -> Text:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON document on stdout, and nothing else."""
+    """One JSON document on stdout, and nothing else; letters that an encoding lacks are escaped as JSON does it."""
+    has_all = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
     # A program that is started without an output has no file to write to; this knows.
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    print(json.dumps(data, indent=2, ensure_ascii=not has_all))
 
 
 def print_error(message: str, label: str = "error") -> None:

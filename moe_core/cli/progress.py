@@ -66,12 +66,14 @@ class Lines:
         self._start = time.monotonic()
         self._next = self._start + _PACE
         self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
 
     def tell(self, done: int, total: int) -> None:
         """Print a line if it is time for one: `done` of `total` units are done.
 
         The time that is left follows from the pace since the first call: what came before it, such as an import or the
-        start of processes, comes once.
+        start of processes, comes once. Where it has become slower since the last line, it follows from that: what is
+        small is often done first.
         """
         now = time.monotonic()
         if self._first is None:
@@ -81,14 +83,18 @@ class Lines:
         passed = now - self._start
         self._next = now + max(_PACE, _PACE_SHARE * passed)
         amount = f"{decimal(done)} of {decimal(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
-        left = self._left(now, done, total)
-        self._console.print(f"{self._title}: {amount}{left}", style="dim", soft_wrap=True)
+        left = max(_left(mark, now, done, total) for mark in (self._first, self._last or self._first))
+        self._last = now, done
+        told = f", about {duration(left)} left" if left else ""
+        self._console.print(f"{self._title}: {amount}{told}", style="dim", soft_wrap=True)
 
-    def _left(self, now: float, done: int, total: int) -> str:
-        start, before = self._first or (now, done)
-        if now - start < _TELLING or done <= before:
-            return ""
-        return f", about {duration((now - start) * (total - done) / (done - before))} left"
+
+def _left(since: tuple[float, int], now: float, done: int, total: int) -> float:
+    """Seconds that are left at the pace since then, 0 where that is too short to tell."""
+    start, before = since
+    if now - start < _TELLING or done <= before:
+        return 0.0
+    return (now - start) * (total - done) / (done - before)
 
 
 def _begin(console: Console, title: str) -> None:

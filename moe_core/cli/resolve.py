@@ -24,7 +24,7 @@ from moe_core.cli.layer_options import (
     TpSize,
 )
 from moe_core.cli.option_words import speller
-from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, known_word
+from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, known_word, tell_unnamed
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
 from moe_core.cli.requests import assumed, requested_groups, workloads
@@ -51,6 +51,7 @@ class Resolved:
         group: The layers.
         decision: What was considered.
         plan: None where nothing fits.
+        assumed: What nobody asked for, as `requests.assumed` says it; "" where there is nothing of the kind.
         error: Why there is no plan, "" where there is one.
     """
 
@@ -58,6 +59,7 @@ class Resolved:
     group: LayerGroup
     decision: Decision
     plan: MoEPlan | None
+    assumed: str
     error: str = ""
 
     @property
@@ -164,14 +166,15 @@ def resolve(
     schemes = () if quant_scheme is None else (quant_scheme,)
     groups = list(requested_groups(shape or (), model, layer, dtype, schemes, shared))
     manager = default_manager()
-    machine = load_environment(environment) if environment else manager.probe()
+    machine = manager.probe() if environment is None else load_environment(environment)
     table = _measurements(measurements, no_measurements, machine)
-    results = [_resolved(name, group, manager, machine, table) for name, group in groups]
+    tell_unnamed(machine)
+    results = [_resolved(name, group, manager, machine, table, schemes) for name, group in groups]
     spelled = speller(context)
     if as_json:
         _print_json(results)
     else:
-        _print(results, schemes, spelled, explain=explain, full=verbose)
+        _print(results, spelled, explain=explain, full=verbose)
     errors = dict.fromkeys(result.error for result in results if result.error)
     for message in errors:
         print_error(spelled(message))
@@ -193,14 +196,16 @@ def _resolved(
     manager: BackendManager,
     machine: Environment,
     measurements: MeasurementTable | None,
+    schemes: Sequence[str],
 ) -> Resolved:
+    taken = assumed(name, group.request, schemes)
     try:
         plan, decision = make_plan(manager, group.request, machine, measurements)
     except ResolutionError as error:
         if error.decision is None:
             raise
-        return Resolved(name=name, group=group, decision=error.decision, plan=None, error=str(error))
-    return Resolved(name=name, group=group, decision=decision, plan=plan)
+        return Resolved(name=name, group=group, decision=error.decision, plan=None, assumed=taken, error=str(error))
+    return Resolved(name=name, group=group, decision=decision, plan=plan, assumed=taken)
 
 
 def _print_json(results: list[Resolved]) -> None:
@@ -213,17 +218,14 @@ def _print_json(results: list[Resolved]) -> None:
     )
 
 
-def _print(
-    results: list[Resolved], schemes: Sequence[str], spelled: Callable[[str], str], *, explain: bool, full: bool
-) -> None:
+def _print(results: list[Resolved], spelled: Callable[[str], str], *, explain: bool, full: bool) -> None:
     """What runs first, then why."""
     console = stdout()
     if explain or any(result.plan for result in results):
         console.print(machine_view(results[0].decision))
     for result in results:
         if result.plan:
-            taken = assumed(result.name, result.plan.request, schemes)
-            console.print(plan_view(result.title, result.plan, result.decision, spelled, taken))
+            console.print(plan_view(result.title, result.plan, result.decision, spelled, result.assumed))
         if explain:
             console.print(explain_view(result.title, result.decision, spelled, full=full))
 
@@ -233,6 +235,7 @@ def _json(result: Resolved) -> dict[str, Any]:
         "shape": result.name,
         "layers": list(result.group.layers),
         "draft": result.group.draft,
+        "assumed": result.assumed,
         "plan": None if result.plan is None else _plan_json(result.plan),
         "decision": result.decision.to_json(),
         "error": result.error,

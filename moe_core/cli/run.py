@@ -26,7 +26,7 @@ from moe_core.cli.options import (
 from moe_core.cli.output import fields, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.cli.progress import progress_bar, stage
-from moe_core.errors import SpecError, counted
+from moe_core.errors import MoeCoreError, SpecError, counted
 from moe_core.expert_names import layer_index
 from moe_core.vocabulary import FLOAT_DTYPES
 
@@ -74,6 +74,7 @@ def run(
         known_word("dtype", dtype, FLOAT_DTYPES)
     check_model_folder(model)
     check_names(a2a_backend, runner_backend)
+    _check_prompt(prompt)
     sample = None if text is None else read_text(text)
     with stage("importing torch and transformers"):
         from moe_core.cli import generation, model_loading
@@ -98,6 +99,7 @@ def run(
     # The first forward compiles and allocates; the figures below are of the second.
     with stage("warm-up"):
         logits = prompt_logits(network, ids)
+    _refuse_nan(logits)
     with stage("generating"):
         generated = generation.generate(network, ids, max_new_tokens)
     figures = _figures(generated, codec, loaded)
@@ -111,6 +113,25 @@ def run(
             num_bytes = len(sample.encode("utf-8"))
             figures["perplexity"] = _perplexity(network, sample_ids, windows, num_bytes, described, progress)
     _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
+
+
+def _check_prompt(prompt: str) -> None:
+    """Raise `SpecError` for bytes that are no text; Python hands them on as halves of characters."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SpecError(
+            "the prompt is not readable as UTF-8; in a locale of another encoding set PYTHONUTF8=1"
+        ) from error
+
+
+def _refuse_nan(logits: Tensor) -> None:
+    """Raise `MoeCoreError` for logits of any shape that hold NaN: every further token would follow from it."""
+    if logits.isnan().any():
+        raise MoeCoreError(
+            "the model answers the prompt with NaN: its weights hold some, a value was too large for its dtype, or its "
+            "backend is wrong, which moe-core verify would tell"
+        )
 
 
 class _EagerReference:

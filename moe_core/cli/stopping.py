@@ -12,6 +12,8 @@ from types import FrameType
 
 from moe_core.errors import is_interrupt
 
+#: What a shell reports for a program that an interrupt has ended.
+INTERRUPTED = 130
 _NAMES = ("SIGTERM", "SIGHUP")
 
 
@@ -19,7 +21,8 @@ _NAMES = ("SIGTERM", "SIGHUP")
 def exit_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, and then become `SystemExit` with the exit code of shells.
 
-    A signal that is ignored stays so, and one that has a handler keeps it. For the main thread.
+    Ctrl-C among several exceptions ends it as Ctrl-C alone. A signal that is ignored stays so, and one that has a
+    handler keeps it. For the main thread.
     """
     # Not every system has both.
     known = (getattr(signal, name, None) for name in _NAMES)
@@ -39,9 +42,9 @@ def exit_on_signals() -> Iterator[None]:
             signal.signal(number, stop)
         yield
     except BaseException as error:
-        if not came or not is_interrupt(error):
+        if not is_interrupt(error):
             raise
-        raise SystemExit(128 + came[0]) from None
+        raise SystemExit(128 + came[0]) if came else KeyboardInterrupt from None
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)

@@ -26,12 +26,12 @@ from moe_core.cli.layer_options import (
     TpSize,
     tokens_option,
 )
-from moe_core.cli.options import MeasuredDevice, Verbose, check_names
+from moe_core.cli.options import Device, Verbose, check_names
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.progress import stage
 from moe_core.cli.requests import requested_groups, tell_assumed
-from moe_core.cli.stopping import exit_on_signals
+from moe_core.cli.stopping import INTERRUPTED, exit_on_signals
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError, counted
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 #: Largest token count unless told otherwise; counts are the powers of two up to it.
 MOST_TOKENS, MOST_TOKENS_ON_CPU = 8192, 1024
-#: What a shell reports for a program that an interrupt has ended.
-INTERRUPTED = 130
 
 
 def tune(
@@ -67,7 +65,7 @@ def tune(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Do not measure this; may be repeated.")
     ] = None,
-    device: MeasuredDevice = None,
+    device: Device = None,
     repeats: Repeats = REPEATS,
     seconds: Annotated[
         float, typer.Option(min=0, metavar="SEC", help="About how long to sample at one token count.")
@@ -85,9 +83,10 @@ def tune(
 ) -> None:
     """Measure what fits a layer on this machine.
 
-    That is every combination, at several token counts. Plans that are made afterwards rank by these times, and give
-    ranges of token counts routes of their own where that pays. Everything that was measured is kept, also when the
-    command is interrupted. Without sizes, shape and model, the layer is one of Qwen3-30B-A3B.
+    That is every combination, at several token counts; one whose result is wrong beside the layer in fp32 has no time.
+    Plans that are made afterwards rank by these times, and give ranges of token counts routes of their own where that
+    pays. Everything that was measured is kept, also when the command is interrupted. Without sizes, shape and model,
+    the layer is one of Qwen3-30B-A3B.
     """
     layer = {
         "num_experts": num_experts,
@@ -172,8 +171,8 @@ class _Run:
                 view.stop(f"time is up before T={count}")
                 break
             step = next(steps)
-            if step.times:
-                self.recorder.add(shape_key(search.request), step.num_tokens, step.times)
+            if step.times or step.wrong:
+                self.recorder.add(shape_key(search.request), step.num_tokens, step.times, step.wrong)
                 self.num_times += len(step.times)
             view.add(step)
         view.finish()

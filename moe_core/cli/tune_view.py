@@ -127,7 +127,14 @@ class TuneView:
         console.print(fields({"changes": "\n".join(self._changes()), **_LEGEND}))
         problems = self._steps[-1].problems
         if problems:
-            console.print(fields({self._number(name): text for name, text in problems.items()}))
+            console.print(fields({self._number(name): text + self._follows(name) for name, text in problems.items()}))
+
+    def _follows(self, name: str) -> str:
+        """What a problem means for plans."""
+        kept = "; none of its times is kept" if name in self._steps[-1].wrong else ""
+        # The first by tier: beside it alone do times rank.
+        chosen = "; plans choose it by its tier all the same, unless they exclude it" if name == self._names[0] else ""
+        return kept + chosen
 
     def _changes(self) -> Iterator[str]:
         """Where the fastest is another one than before, what makes that less than sure, and what would help."""

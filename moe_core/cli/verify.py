@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +14,15 @@ import typer
 from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moe_core.cli.options import AsJson, Device, MachineName, Verbose
+from moe_core.cli.backend_status import why_none
+from moe_core.cli.options import AsJson, Device, MachineName, Verbose, tell_unnamed
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.progress import Lines, stage
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.verify_report import Report, pair_of, summary_of, to_json, to_junit, view
-from moe_core.environment import Environment, check_described, load_environment
-from moe_core.errors import SpecError, counted
+from moe_core.described import check_described
+from moe_core.environment import Environment, load_environment
+from moe_core.errors import MoeCoreError, SpecError, counted
 from moe_core.manager import BackendManager, default_manager
 from moe_core.whole_file import check_writable, write_whole
 
@@ -59,11 +62,14 @@ def verify(
         check_writable(junit, "--junit")
     manager = default_manager()
     names = backends or [spec.name for spec in manager.specs() if spec.dispatchers or spec.runners]
+    if not names and not manager.failures():
+        raise MoeCoreError(why_none())
     for name in names:
         manager.require(name)
     machine = None if environment is None else load_environment(environment)
     if machine is not None:
         check_described(machine, manager.specs())
+        tell_unnamed(machine)
     # Killed, it would leave the processes that it has started.
     with exit_on_signals():
         reports = [_run(manager, name, quick, machine, device, jobs) for name in dict.fromkeys(names)]
@@ -94,8 +100,8 @@ def _run(
         kit = Kit(module, environment=machine, device=device, quick=quick)
         total = len(kit.cases())
     stderr().print(f"{name}: {counted(total, 'check')}", style="dim", soft_wrap=True)
-    results = run_cases(kit, jobs or len(os.sched_getaffinity(0)))
-    found = tuple(_shown(name, results, total))
+    with closing(run_cases(kit, jobs or len(os.sched_getaffinity(0)))) as results:
+        found = tuple(_shown(name, results, total))
     return Report(name, kit.backend.environment, found, time.perf_counter() - start)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from xml.etree import ElementTree
 
 import attrs
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from moe_core.testing.outcome import Result
 
 SCHEMA = 1
+_Value = TypeVar("_Value")
 _STATUSES = ("passed", "failed", "not run")
 
 
@@ -69,15 +71,15 @@ def _counts(results: Iterable[Result]) -> Counter[str]:
 
 
 def view(report: Report, verbose: bool) -> RenderableType:
-    """The table of one backend, and its failures: one line for each check, or every result in full."""
+    """The table of one backend, and its failures in a line each, or everything in full: what is alike once."""
     summary = f"{summary_of(report.results)}, {report.seconds:.0f} s"
     title = Text.assemble("\n", (report.name, "bold"), ": ", _coloured(report.status), f" ({summary})")
     rows = WordTable("", "PASSED", "FAILED", "NOT RUN", "WHY NOT")
-    for subject, results in _by_pair(report.results).items():
+    for results in _grouped(report.results, pair_of):
         counts = _counts(results)
-        rows.add_row(subject, *(str(counts[status] or "-") for status in _STATUSES), _why_not(results))
-    details = report.results if verbose else _first_failures(report.results)
-    return Group(title, machine_fields(report.environment), rows, *map(_detail, details))
+        rows.add_row(pair_of(results[0]), *(str(counts[status] or "-") for status in _STATUSES), _why_not(results))
+    details = _everything(report.results) if verbose else _first_failures(report.results)
+    return Group(title, machine_fields(report.environment), rows, *details)
 
 
 def _why_not(results: Iterable[Result]) -> str:
@@ -94,34 +96,39 @@ def _first_line(text: str) -> str:
     return f"{first} ..." if others else first
 
 
-def _first_failures(results: Iterable[Result]) -> list[Result]:
-    """The first failure of each check in one line, with the number of the others."""
-    by_check: dict[str, list[Result]] = {}
-    for result in results:
-        if result.status == "failed":
-            by_check.setdefault(result.check, []).append(result)
-    return [_shortened(first, len(others)) for first, *others in by_check.values()]
+def _first_failures(results: Iterable[Result]) -> Iterator[RenderableType]:
+    """The first failure of each check in a line, of those that read alike the first, with what else there is."""
+    by_check = _grouped((result for result in results if result.status == "failed"), lambda result: result.check)
+    for alike in _grouped(by_check, lambda of_check: _first_line(of_check[0].text)):
+        first, *others = itertools.chain.from_iterable(alike)
+        checks = [of_check[0].check for of_check in alike[1:]]
+        also = f"likewise {', '.join(checks)}" if checks else ""
+        note = f" (and {len(others)} more: -v)" if others else ""
+        yield _detail([first], _first_line(first.text) + note, also)
 
 
-def _shortened(failure: Result, num_others: int) -> Result:
-    note = f" (and {num_others} more: -v)" if num_others else ""
-    return attrs.evolve(failure, text=_first_line(failure.text) + note, traceback="")
+def _everything(results: Iterable[Result]) -> Iterator[RenderableType]:
+    """Every result; those of one check that say the same share its text, and the traceback of the first."""
+    for alike in _grouped(results, lambda result: (result.status, result.check, result.text)):
+        yield _detail(alike, alike[0].text, alike[0].traceback)
+
+
+def _detail(alike: Sequence[Result], *texts: str) -> RenderableType:
+    """Results of one check, on whatever they are, and what there is to say of them."""
+    lines = [*(result.subject for result in alike), *filter(None, texts)]
+    return fields({f"{alike[0].status} {alike[0].check}": "\n".join(lines)})
+
+
+def _grouped(values: Iterable[_Value], key: Callable[[_Value], Hashable]) -> list[list[_Value]]:
+    """Values by their key, in the order in which keys are first met."""
+    found: dict[Hashable, list[_Value]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return list(found.values())
 
 
 def _coloured(status: str) -> Text:
     return Text(status, style={"passed": "green", "failed": "red"}.get(status, "yellow"))
-
-
-def _detail(result: Result) -> RenderableType:
-    text = "\n".join(filter(None, (result.subject, result.text, result.traceback)))
-    return fields({f"{result.status} {result.check}": text})
-
-
-def _by_pair(results: Iterable[Result]) -> dict[str, list[Result]]:
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        found.setdefault(pair_of(result), []).append(result)
-    return found
 
 
 def to_json(reports: Sequence[Report]) -> dict[str, Any]:

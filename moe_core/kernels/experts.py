@@ -33,7 +33,8 @@ def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tens
     weights: Tensor | None = topk_weights
     if experts.weight_on_input:
         row_weights = gather_row_values(topk_weights.float(), permutation)
-        rows, weights = (rows * row_weights[:, None]).to(rows.dtype), None
+        # Not rounded to the tokens' dtype: codes that quantized experts make of them would be others.
+        rows, weights = rows * row_weights[:, None], None
     out = _rows_of_experts(rows, groups, experts)
     complete = groups.on_host is not None and sum(end - start for _, start, end in groups.on_host) == topk_ids.numel()
     return combine(out, permutation.row_map, weights, hidden_states.dtype, complete=complete)

@@ -126,13 +126,16 @@ class ActivationRounder:
 
     def _codes(self, values: Tensor, scale: Tensor) -> Tensor:
         # Any divisor gives zeros where the scale is zero.
-        scaled = values / torch.where(scale == 0, 1.0, scale)
+        divisor = torch.where(scale == 0, 1.0, scale)
         if self.dtype == "fp8":
-            return round_to_e4m3(scaled)
+            return round_to_e4m3(values / divisor)
         if self.dtype == "fp4":
-            return round_e2m1(scaled)
+            return round_e2m1(values / divisor)
+        if self.dtype == "int4" and values.device.type == "cpu":
+            # A quotient in fp32 may be a tie where the exact one is none; of so few codes each counts.
+            values = values.double()
         largest = LARGEST[self.dtype]
-        return scaled.round_().clamp_(-largest - 1.0, largest)
+        return (values / divisor).round_().clamp_(-largest - 1.0, largest).float()
 
 
 def in_groups(values: Tensor, group: int) -> Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,9 @@ from moe_core.payloads import ExpertGroup
 TIMEOUT_SECONDS = 60.0
 #: How long a rank waits for another inside a collective.
 COLLECTIVE_SECONDS = 20
+
+#: How long a rank that has answered may take to end.
+_ENDING_SECONDS = 5
 
 _PRELOADED = ["torch", "torch.distributed", "moe_core.layer"]
 
@@ -41,6 +46,8 @@ def run_on_ranks(
     seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """`job(group, *arguments)` on every rank; its result or `RankError`, in the order of ranks.
+
+    Ranks end with the process that started them, however that ends.
 
     Args:
         job: A function that child processes can import by name. It returns a tensor (which arrives on the CPU in
@@ -66,10 +73,12 @@ def run_on_ranks(
             process.start()
         try:
             by_rank = dict(_answer(answers, size, seconds) for _ in range(size))
+            for process in processes:
+                process.join(_ENDING_SECONDS)
         finally:
             for process in processes:
-                process.join(5)
                 process.kill()
+                process.join()
     return [by_rank[rank] for rank in range(size)]
 
 
@@ -91,6 +100,7 @@ def _rank(
     arguments: tuple[Any, ...],
     answers: Any,
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     try:
@@ -108,3 +118,10 @@ def _rank(
     # Others may still read from this rank; whether they come in time is no part of the answer.
     with contextlib.suppress(RuntimeError, ValueError):
         dist.barrier()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
@@ -39,6 +39,7 @@ class Recorder:
         _check_writable(path)
         self._environment, self._plugins = environment, manager.versions()
         self._added: dict[str, dict[int, Mapping[str, Time]]] = {}
+        self._wrong: dict[str, set[str]] = {}
         self._file, self.replaced = self._there()
 
     def _there(self) -> tuple[MeasurementFile, str]:
@@ -63,19 +64,28 @@ class Recorder:
         """How many times the file holds."""
         return self._file.num_times
 
-    def add(self, shape: str, num_tokens: int, times: Mapping[str, Time]) -> None:
+    def add(self, shape: str, num_tokens: int, times: Mapping[str, Time], wrong: Iterable[str] = ()) -> None:
         """Put the times of one layer at one token count in place of earlier ones, and write the file.
 
         What another process has added since is kept: each brings all of its own every time.
+
+        Args:
+            shape: Of the layer, as `shape_key` says it.
+            num_tokens: The token count.
+            times: Full name of the candidate -> its time.
+            wrong: Full names of candidates whose results are wrong: times that they have of this shape, at any token
+                count, are taken away.
 
         Raises:
             UnwrittenError: The file cannot be written.
         """
         self._added.setdefault(shape, {})[num_tokens] = times
+        self._wrong.setdefault(shape, set()).update(wrong)
         found, _ = self._there()
         today = datetime.datetime.now().astimezone().date().isoformat()
         self._file = attrs.evolve(found, times=self._with_added(found.times), date=today)
-        attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
+        if self._file.times or self.path.exists():
+            attrs.evolve(self._file, plugins=self._plugins_used()).write(self.path)
 
     def _with_added(self, found: Times) -> Times:
         times = dict(found)
@@ -87,8 +97,9 @@ class Recorder:
             for count, of_count in of_counts.items():
                 for candidate, time in of_count.items():
                     of_shape.setdefault(candidate, {})[count] = time
-            times[shape] = {candidate: counted for candidate, counted in of_shape.items() if counted}
-        return times
+            wrong = self._wrong[shape]
+            times[shape] = {name: counted for name, counted in of_shape.items() if counted and name not in wrong}
+        return {shape: of_shape for shape, of_shape in times.items() if of_shape}
 
     def _plugins_used(self) -> dict[str, str]:
         """Versions of those plugins alone that have times: another one coming or going changes nothing."""

@@ -19,6 +19,7 @@ from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
 from moe_core.request import LayerRequest, Workload
 from moe_core.tuning.layers import Batches, random_weights, release_memory
+from moe_core.tuning.reference import Reference, WrongResultError
 from moe_core.tuning.timing import CaptureError, Prepared, Timing, prepare, take_turns
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
@@ -39,11 +40,13 @@ class Step:
         num_tokens: T.
         timings: Full name of the candidate -> samples of one forward.
         problems: Full name of the candidate -> why it has no time, or will have none for more tokens.
+        wrong: Full names of those whose results were wrong, with so many tokens or with fewer.
     """
 
     num_tokens: int
     timings: Mapping[str, Timing]
     problems: Mapping[str, str]
+    wrong: frozenset[str] = frozenset()
 
     @property
     def microseconds(self) -> Mapping[str, float]:
@@ -99,6 +102,7 @@ class LayerSearch:
             (pair.candidate for pair in workload.pairs if not pair.reasons), self.request, workload.workload.phase
         )
         self.problems: dict[str, str] = {}
+        self._wrong: set[str] = set()
         self._weights: dict[tuple[str, str], PreparedWeights] = {}
 
     @property
@@ -127,8 +131,8 @@ class LayerSearch:
     def steps(self, counts: Sequence[int], repeats: int = 15, seconds: float = 2.0) -> Iterator[Step]:
         """Measure one token count after the other, from few to many.
 
-        A combination that fails, or that is hopelessly slow, is left out for more tokens; what the tiers would choose
-        is measured to the end all the same.
+        A combination that fails, whose result is wrong, or that is hopelessly slow, is left out for more tokens; what
+        the tiers would choose is measured to the end all the same, however slow it is.
 
         Args:
             counts: Token counts.
@@ -143,7 +147,7 @@ class LayerSearch:
             yield self._step(count, repeats, seconds)
 
     def _step(self, count: int, repeats: int, seconds: float) -> Step:
-        batches = self._batches(count)
+        batches, reference = self._inputs(count)
         takers = {
             c.full_name for c in self.candidates if c.declared_max_tokens is None or count <= c.declared_max_tokens
         }
@@ -154,7 +158,9 @@ class LayerSearch:
                 continue
             try:
                 ready[name] = _prepared(layer, batches, self.device)
-                first[name] = min(ready[name].sample() for _ in range(_FIRST_SAMPLES))
+                samples = [ready[name].sample() for _ in range(_FIRST_SAMPLES)]
+                reference.check(ready[name].outputs[0] if ready[name].outputs else layer(*batches.one(0)))
+                first[name] = min(samples)
             except Exception as error:
                 ready.pop(name, None)
                 self._fail(name, error, f"T={count}: ")
@@ -166,13 +172,17 @@ class LayerSearch:
         for name, ratio in slow.items():
             self.problems[name] = f"{ratio:.0f} times slower than the fastest at T={count}"
         timings |= {name: Timing((first[name],), ready[name].method) for name in slow}
-        return Step(num_tokens=count, timings=timings, problems=dict(self.problems))
+        return Step(num_tokens=count, timings=timings, problems=dict(self.problems), wrong=frozenset(self._wrong))
 
-    def _batches(self, count: int) -> Batches:
+    def _inputs(self, count: int) -> tuple[Batches, Reference]:
+        """What all are given, and what they are compared with."""
         try:
-            return Batches.random(self.request, count, self.device)
+            batches = Batches.random(self.request, count, self.device)
+            return batches, Reference(self.request, self._tensors, batches.one(0))
         except (RuntimeError, OverflowError) as error:
-            raise MoeCoreError(f"the inputs of T={count} cannot be made: {first_line(error)}") from error
+            raise MoeCoreError(
+                f"the inputs of T={count} and their answer cannot be made: {first_line(error)}"
+            ) from error
 
     def _bind(self, candidate: Candidate) -> BoundExperts:
         dispatcher = candidate.dispatcher.full_name if candidate.dispatcher else None
@@ -186,6 +196,8 @@ class LayerSearch:
 
     def _fail(self, name: str, error: Exception, where: str = "") -> None:
         self.problems[name] = f"{where}{in_a_line(error)}"
+        if isinstance(error, WrongResultError):
+            self._wrong.add(name)
         if self._is_cuda:
             try:
                 torch.cuda.synchronize()

@@ -34,8 +34,8 @@ def canonical_rows(tensor: Tensor, layout: str, row_axis: int = 1) -> Tensor:
     if layout == "up_gate":
         up, gate = tensor.chunk(2, dim=row_axis)
         return torch.cat([gate, up], dim=row_axis)
-    pairs = tensor.movedim(row_axis, 0)
-    return torch.cat([pairs[0::2], pairs[1::2]]).movedim(0, row_axis)
+    gate, up = (tensor.movedim(row_axis, 0)[first::2].movedim(0, row_axis) for first in (0, 1))
+    return torch.cat([gate, up], dim=row_axis)
 
 
 def canonical_orientation(tensor: Tensor, orientation: str) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from case_lib import Lib
-from checkpoints import canonical_tensors, has_bias, layer_quant, named_scheme, stored_layout, values_per_element
+from case_requests import DTYPES, activation, make_request
+from checkpoints import canonical_tensors, layer_quant, named_scheme, stored_layout, without_halves
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
 from ranks import RankError, run_on_ranks
@@ -22,95 +23,25 @@ from ranks import RankError, run_on_ranks
 from moe_core import (
     BackendManager,
     ExpertGroup,
-    ExpertPlacement,
     LayerRequest,
     MoELayer,
     RawWeights,
-    Workload,
     make_plan,
     routing,
 )
-from moe_core.activation import ActivationSpec
 from moe_core.discovery import Found
 from moe_core.environment import Environment, probe_environment
 from moe_core.weights.loading import cut
 from moe_core.weights.requantize import to_ue8m0
 
-DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
-ACTIVATIONS = {
-    "swiglu": ActivationSpec(),
-    "geglu": ActivationSpec(kind="gelu"),
-    "geglu_tanh": ActivationSpec(kind="gelu_tanh"),
-    "swiglu_oai": ActivationSpec(alpha=1.702, limit=7.0, beta=1.0),
-    "swiglu_limit": ActivationSpec(limit=7.0),
-    "swiglu_step": ActivationSpec(limit=7.0, clamp="after"),
-    **{kind: ActivationSpec(kind=kind, gated=False) for kind in ("relu2", "gelu", "gelu_tanh", "silu", "relu")},
-}
 
-
-def _activation(spec: dict[str, Any]) -> ActivationSpec:
-    activation = ACTIVATIONS[spec["activation"]]
-    changed = {}
-    if activation.limit is not None:
-        changed["limit"] = spec.get("limit", activation.limit)
-    if activation.alpha != 1.0:
-        changed["alpha"] = spec.get("alpha", activation.alpha)
-    return ActivationSpec(**{**_fields(activation), **changed})
-
-
-def _fields(activation: ActivationSpec) -> dict[str, Any]:
-    return {name: getattr(activation, name) for name in ("kind", "gated", "alpha", "limit", "beta", "clamp")}
-
-
-def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
-    """The request of a case's spec."""
-    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
-    limit = spec.get("max_dispatch_tokens_per_rank")
-    return LayerRequest(
-        num_experts=_num_experts(spec),
-        top_k=spec["ids"].shape[1] if "ids" in spec else spec["top_k"],
-        hidden_size=spec["x"].shape[1] if "x" in spec else spec["hidden_size"],
-        intermediate_size=_intermediate_size(spec),
-        activation=_activation(spec),
-        dtype=name,
-        quant=layer_quant(spec["ckpt"], name),
-        bias=has_bias(spec["ckpt"]),
-        weight_on_input=spec.get("weight_on_input", False),
-        deterministic=spec.get("deterministic", False),
-        workloads=[Workload(max_tokens=limit)],
-        placement=_placement(spec.get("eplb")),
-        tp_size=spec.get("tp", 1),
-        **more,
-    )
-
-
-def _num_experts(spec: dict[str, Any]) -> int:
-    """How many experts ids tell apart; where a checkpoint says what lies in which place, ids are those of places."""
-    places = spec["ckpt"].get("p2l")
-    return int(spec["num_experts"]) if places is None else len(places)
-
-
-def _placement(eplb: dict[str, Any] | None) -> ExpertPlacement:
-    """Routed experts may have copies; the always-on ones follow them, once each."""
-    if eplb is None:
-        return ExpertPlacement()
-    return ExpertPlacement("map", [int(expert) for expert in (*eplb["phys_to_log"], *eplb.get("shared", ()))])
-
-
-def _intermediate_size(spec: dict[str, Any]) -> int:
-    ckpt, gated = spec["ckpt"], ACTIVATIONS[spec["activation"]].gated
-    is_turned = ckpt["orientation"] == "in_out"
-    if ckpt.get("w13") is None:
-        # The layer is to miss it, not this function.
-        w2 = ckpt["w2"]
-        return int(w2.shape[1 if is_turned else 2] * values_per_element(ckpt))
-    rows = ckpt["w13"].shape[2 if is_turned else 1]
-    return int(rows // 2 if gated else rows)
+def _stored(spec: dict[str, Any], ckpt: dict[str, Any]) -> dict[str, Any]:
+    return ckpt if activation(spec).gated else without_halves(ckpt)
 
 
 def make_weights(
     spec: dict[str, Any], ckpt: dict[str, Any], request: LayerRequest, rank: int, tp_rank: int
-) -> RawWeights:
+) -> dict[str, torch.Tensor]:
     """One rank's share of a case's checkpoint, which may hold this rank's experts only."""
     tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
     name, _ = DTYPES[spec.get("dtype", "bfloat16")]
@@ -121,7 +52,18 @@ def make_weights(
     owned = list(request.local_experts(rank))
     if len(share["w13"]) == request.num_experts and owned != list(range(request.num_experts)):
         share = {name: tensor[owned] for name, tensor in share.items()}
-    return RawWeights(tensors=share)
+    return share
+
+
+def _own(weights: dict[str, torch.Tensor], ckpt: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights, each copied once: from the checkpoint, or where it was read."""
+    given = {tensor.untyped_storage().data_ptr() for tensor in ckpt.values() if isinstance(tensor, torch.Tensor)}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        is_borrowed = tensor.untyped_storage().data_ptr() in given
+        return tensor.clone(memory_format=torch.contiguous_format) if is_borrowed else tensor.contiguous()
+
+    return {name: own(tensor) for name, tensor in weights.items()}
 
 
 class BuiltLayer:
@@ -130,6 +72,7 @@ class BuiltLayer:
     def __init__(
         self, spec: dict[str, Any], group: ExpertGroup | None = None, tp_rank: int = 0, device: str = "cpu", **more: Any
     ) -> None:
+        spec = {**spec, "ckpt": _stored(spec, spec["ckpt"])}
         self._spec, self._tp_rank, self._rank, self._device = spec, tp_rank, group.rank if group else 0, device
         self._dtype = DTYPES[spec.get("dtype", "bfloat16")][1]
         manager = torch_manager()
@@ -139,11 +82,12 @@ class BuiltLayer:
 
     def reload(self, ckpt: dict[str, Any]) -> None:
         """Load a checkpoint, the first time or again."""
-        weights = make_weights(self._spec, ckpt, self.layer.request, self._rank, self._tp_rank)
-        if self._device != "cpu":
-            weights.tensors = {name: tensor.to(self._device) for name, tensor in weights.tensors.items()}
-            weights.handed_over = True
-        self.layer.load_weights(weights)
+        stored = _stored(self._spec, ckpt)
+        share = make_weights(self._spec, stored, self.layer.request, self._rank, self._tp_rank)
+        weights = {name: tensor.to(self._device) for name, tensor in share.items()}
+        if not self.parameters():
+            weights = _own(weights, ckpt)
+        self.layer.load_weights(RawWeights(tensors=weights, handed_over=True))
 
     def parameters(self) -> list[torch.Tensor]:
         """The prepared weights."""
@@ -151,10 +95,22 @@ class BuiltLayer:
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
         """Cast the inputs to what the layer takes and run; any negative id of a case is a slot without expert."""
-        device = self._device
+        device, top_k = self._device, self.layer.request.top_k
         if not ids.is_floating_point() and ids.dtype != torch.bool:
             ids = ids.to(ids.dtype if ids.dtype == torch.int32 else torch.int64).clamp(min=-1)
-        return self.layer(x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32)).cpu()
+        x, ids, wts = x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32)
+        if ids.shape == wts.shape and ids.shape[1] != top_k:
+            return _over_calls(self.layer, x, ids, wts, top_k).cpu()
+        return self.layer(x, ids, wts).cpu()
+
+
+def _over_calls(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The sum over groups of `top_k` slots; those that are missing in the last have no expert."""
+    missing = (-ids.shape[1]) % top_k if ids.shape[1] else top_k
+    ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+    wts = torch.nn.functional.pad(wts, (0, missing))
+    parts = [layer(x, *slots) for slots in zip(ids.split(top_k, 1), wts.split(top_k, 1), strict=True)]
+    return torch.stack(parts).double().sum(0)
 
 
 class Registry:
@@ -190,15 +146,33 @@ def _rank_output(group: ExpertGroup, spec: dict[str, Any], inputs: dict[str, tor
     return _sum_of_shares({**spec, **inputs}, group, ep_size=group.size)
 
 
+class SummedLayers:
+    """The layers of all tensor-parallel ranks as one."""
+
+    def __init__(self, shares: list[BuiltLayer]) -> None:
+        self._shares = shares
+
+    def reload(self, ckpt: dict[str, Any]) -> None:
+        """Every rank loads its share."""
+        for share in self._shares:
+            share.reload(ckpt)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of every rank."""
+        return [parameter for share in self._shares for parameter in share.parameters()]
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, wts: torch.Tensor) -> torch.Tensor:
+        """What the ranks add up to."""
+        return torch.stack([share.forward(x, ids, wts).double() for share in self._shares]).sum(0)
+
+
 def _sum_of_shares(
     spec: dict[str, Any], group: ExpertGroup | None = None, device: str = "cpu", **more: Any
 ) -> torch.Tensor:
     """What the tensor-parallel ranks of one expert-parallel rank add up to."""
-    parts = [
-        BuiltLayer(spec, group, tp_rank, device, **more).forward(spec["x"], spec["ids"], spec["wts"])
-        for tp_rank in range(spec.get("tp", 1))
-    ]
-    return parts[0] if len(parts) == 1 else sum((part.double() for part in parts[1:]), parts[0].double())
+    shares = [BuiltLayer(spec, group, tp_rank, device, **more) for tp_rank in range(spec.get("tp", 1))]
+    layer = shares[0] if len(shares) == 1 else SummedLayers(shares)
+    return layer.forward(spec["x"], spec["ids"], spec["wts"])
 
 
 class MoECore(Lib):
@@ -225,12 +199,13 @@ class MoECore(Lib):
         """The expert that every token uses with weight 1, as a layer of its own."""
         ones = torch.ones(len(spec["x"]), 1)
         plain = {"fmt": "plain", "layout": "gate_up", "orientation": "out_in", **shared}
-        names = ("x", "activation", "dtype", "alpha", "limit")
+        names = ("x", "activation", "dtype")
         alone = {name: spec[name] for name in names if name in spec}
         return self.run(**alone, ids=ones.long() - 1, wts=ones, num_experts=len(shared["w13"]), ckpt=plain)
 
-    def build(self, **spec: Any) -> BuiltLayer:
-        return BuiltLayer(spec, device=self.device)
+    def build(self, **spec: Any) -> BuiltLayer | SummedLayers:
+        shares = [BuiltLayer(spec, tp_rank=rank, device=self.device) for rank in range(spec.get("tp", 1))]
+        return shares[0] if len(shares) == 1 else SummedLayers(shares)
 
     def run_ranks(self, per_rank: list[dict[str, torch.Tensor]], ep: int, **spec: Any) -> list[torch.Tensor]:
         outputs = run_on_ranks(_rank_output, [(spec, inputs) for inputs in per_rank])
@@ -269,6 +244,8 @@ class MoECore(Lib):
             a2a_backend=None if a2a == "auto" else a2a,
             runner_backend=None if runner == "auto" else runner,
             exclude=sorted(names - set(device.get("only", names))),
+            # What is named is explained one by one.
+            prefer=device.get("only", ()),
         )
         arch = f"sm{device['sm']}" if "sm" in device else ""
         environment = Environment(device_type=device["type"], arch=arch, packages={"torch": torch.__version__})

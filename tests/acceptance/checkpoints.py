@@ -49,6 +49,14 @@ def has_bias(ckpt: dict[str, Any]) -> bool:
     return any(ckpt.get(name) is not None for name in ("b13", "b2"))
 
 
+def without_halves(ckpt: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of an activation without gate: one matrix, whose halves the cases give equal scales."""
+    scales = {name: ckpt[name] for name in ("w13_scale", "w13_scale_2", "w13_global") if ckpt.get(name) is not None}
+    of_halves = {name: scale for name, scale in scales.items() if scale.dim() == 2 and scale.shape[1] == 2}
+    one = {name: scale[:, 0] for name, scale in of_halves.items() if torch.equal(scale[:, 0], scale[:, 1])}
+    return {**ckpt, **one, "layout": "gate_up", "halves": False}
+
+
 def layer_quant(ckpt: dict[str, Any], dtype: str) -> LayerQuant:
     """The schemes of both projections."""
     of_both = scheme(ckpt, dtype)
@@ -146,9 +154,10 @@ def _biases(ckpt: dict[str, Any], tensors: Tensors, dtype: torch.dtype, gated: b
     given = {name: ckpt[name] for name in ("b13", "b2") if ckpt.get(name) is not None}
     zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
     biases = {name: bias.to(dtype) for name, bias in (zeros | given).items()}
-    if gated and ckpt["layout"] == "interleaved":
+    rows = stored_layout(ckpt).rows
+    if gated and ckpt["layout"] == "interleaved" and rows == "gate_up":
         biases["b13"] = canonical_rows(biases["b13"], "interleaved")
-    if gated and stored_layout(ckpt).rows == "up_gate":
+    if gated and rows == "up_gate":
         biases["b13"] = canonical_rows(biases["b13"], "up_gate")
     return biases
 
@@ -177,7 +186,15 @@ def _nibbles(ckpt: dict[str, Any], stored: Tensors, flip: int) -> Tensors:
     packed = {name: stored[name] for name in ("w13", "w2") if name in stored and stored[name].dtype == torch.uint8}
     if ckpt["nibbles"] == "low_first" and not flip:
         return packed
-    return {name: pack(_codes(weight, ckpt["nibbles"]) ^ flip) for name, weight in packed.items()}
+    return {name: _repacked(weight, ckpt["nibbles"], flip) for name, weight in packed.items()}
+
+
+def _repacked(weight: torch.Tensor, order: str, flip: int) -> torch.Tensor:
+    result = torch.empty_like(weight)
+    for expert in range(len(weight)):
+        # One by one: the codes of all experts would be twice the checkpoint.
+        result[expert] = pack(_codes(weight[expert], order) ^ flip)
+    return result
 
 
 def _codes(packed: torch.Tensor, order: str) -> torch.Tensor:
@@ -213,12 +230,20 @@ def _nvfp4(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors
     for name, tensor in stored.items():
         canonical = _NVFP4_NAMES.get(name, name)
         is_divisor = ckpt["fmt"] == "nvfp4_ct" and name.endswith("_global")
-        value = 1.0 / tensor if is_divisor and tensor.is_floating_point() else tensor
+        value = _inverse(tensor) if is_divisor and tensor.is_floating_point() else tensor
         is_block_scale = canonical in ("w13_scale", "w2_scale")
         named[canonical] = _as_e4m3(value) if is_block_scale else value
     if ckpt.get("weight_only"):
         named = {name: tensor for name, tensor in named.items() if not name.endswith("_input_scale")}
     return named
+
+
+def _inverse(divisor: torch.Tensor) -> torch.Tensor:
+    """fp32 on the far side of what is no number of fp32: the nearest one may make ties that the oracle does not see."""
+    exact = 1.0 / divisor.double()
+    nearest = exact.float()
+    beyond = torch.nextafter(nearest, torch.where(exact > nearest, torch.inf, 0.0).float())
+    return torch.where(nearest == exact, nearest, beyond)
 
 
 _READERS = {

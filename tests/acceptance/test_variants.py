@@ -8,7 +8,8 @@ import pytest
 import reference_moe
 import torch
 from adapter import MoECore
-from case_lib import expect, fp8_ckpt, int_ckpt, mxfp4_ckpt, nvfp4_ckpt, plain
+from case_lib import RefLib, expect, fp8_ckpt, int_ckpt, mxfp4_ckpt, nvfp4_ckpt, plain
+from cases_open import _Peak
 
 Spec = dict[str, Any]
 
@@ -31,15 +32,37 @@ def quantized(spec: Spec, fmt: str) -> Spec:
         "int4": lambda: int_ckpt(w13, w2, 4),
         "mxfp4": lambda: mxfp4_ckpt(w13, w2),
         "nvfp4": lambda: nvfp4_ckpt(w13, w2, *scales, True),
+        "nvfp4_ct": lambda: as_divisors(nvfp4_ckpt(w13, w2, *scales, True)),
+        "nvfp4_w4a16": lambda: nvfp4_ckpt(w13, w2, shared_global=True) | {"weight_only": True},
+        "fp8_tensor": lambda: fp8_tensor_ckpt(w13, w2),
     }
     return {**spec, "ckpt": {**spec["ckpt"], **make[fmt]()}}
+
+
+def as_divisors(ckpt: Spec) -> Spec:
+    """ModelOpt's scales as compressed-tensors has them."""
+    names = {"w13_scale_2": "w13_global", "w2_scale_2": "w2_global"}
+    names |= {"w13_input_scale": "in13_global", "w2_input_scale": "in2_global"}
+    kept = {name: value for name, value in ckpt.items() if name not in names}
+    return kept | {new: 1.0 / ckpt[old] for old, new in names.items()} | {"fmt": "nvfp4_ct"}
+
+
+def fp8_tensor_ckpt(w13: torch.Tensor, w2: torch.Tensor, *, scale_of_up: float = 1.0) -> Spec:
+    """One scale per expert, for the second half of w13 times a power of two with codes that much smaller."""
+    rounded = {"w13": reference_moe.quant_fp8_tensor(w13), "w2": reference_moe.quant_fp8_tensor(w2)}
+    codes = {name: reference_moe.encode_e4m3fn(value.q) for name, value in rounded.items()}
+    half = w13.shape[1] // 2
+    codes["w13"][:, half:] = reference_moe.encode_e4m3fn(rounded["w13"].q[:, half:] / scale_of_up)
+    scales = {name: value.scale[:, 0].float() for name, value in rounded.items()}
+    both = scales["w13"] * torch.tensor([1.0, scale_of_up])
+    return {**codes, "fmt": "fp8_tensor", "w13_scale": both, "w2_scale": scales["w2"][:, 0]}
 
 
 def error(output: torch.Tensor, spec: Spec) -> float:
     return reference_moe.rel(output.double(), expect(spec))
 
 
-FORMATS = ("plain", "fp8_block", "int8", "int4", "mxfp4", "nvfp4")
+FORMATS = ("plain", "fp8_block", "fp8_tensor", "int8", "int4", "mxfp4", "nvfp4", "nvfp4_ct", "nvfp4_w4a16")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -70,6 +93,105 @@ def test_turned_tiles_that_are_not_square(order: str, block: tuple[int, int]) ->
     turned = {name: spec["ckpt"][name].mT.contiguous() for name in ("w13", "w2")}
     spec["ckpt"] = {**fp8_ckpt(*turned.values(), block), "layout": order, "orientation": "in_out"}
     assert error(MoECore().run(**spec), spec) < QUANTIZED_LIMIT
+
+
+def test_biases_beside_scales_of_alternating_rows() -> None:
+    spec = layer(seed=11, bias=True)
+    spec["ckpt"] |= fp8_ckpt(spec["ckpt"]["w13"], spec["ckpt"]["w2"], (1, 64)) | {"layout": "interleaved"}
+    assert error(MoECore().run(**spec), spec) < QUANTIZED_LIMIT
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_halves_with_scales_of_their_own(order: str, tp: int) -> None:
+    # https://github.com/vllm-project/vllm-gaudi/pull/720
+    spec = layer(seed=12)
+    tensors = fp8_tensor_ckpt(spec["ckpt"]["w13"], spec["ckpt"]["w2"], scale_of_up=1 / 4)
+    one_scale = {**tensors, "w13_scale": tensors["w13_scale"][:, :1].repeat(1, 2)}
+    spec["ckpt"] |= tensors | {"layout": order}
+    assert reference_moe.rel(expect({**spec, "ckpt": spec["ckpt"] | one_scale}), expect(spec)) > 2 * QUANTIZED_LIMIT
+    assert error(MoECore().run(**spec, tp=tp), spec) < QUANTIZED_LIMIT
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("activation", ["relu2", "gelu"])
+def test_experts_without_gate(fmt: str, activation: str) -> None:
+    # https://github.com/charlie12345/ROCmFPX/issues/85; what has no halves still has two scales in these formats.
+    spec = quantized(layer(seed=13, activation=activation, bias=True), fmt)
+    assert error(MoECore().run(**spec, tp=2), spec) < QUANTIZED_LIMIT
+    # The order of gate and up rows says nothing about them.
+    assert error(MoECore().run(**{**spec, "ckpt": {**spec["ckpt"], "layout": "up_gate"}}), spec) < QUANTIZED_LIMIT
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_weighted_inputs_are_rounded_once(fmt: str, top_k: int) -> None:
+    # https://github.com/sgl-project/sglang/pull/35504
+    spec = quantized(layer(seed=14, T=16, K=top_k), fmt)
+    spec |= {"weight_on_input": True, "wts": 0.25 + reference_moe.det((16, top_k), 9).abs()}
+    assert error(MoECore().run(**spec), spec) < LIMIT
+
+
+@pytest.mark.parametrize("block", [(64, 64), (1, 32), (128, 128)])
+def test_power_of_two_scales_cost_one_rounding(block: tuple[int, int]) -> None:
+    # https://github.com/sgl-project/sglang/pull/16622
+    spec = layer(seed=15, I=128)
+    spec["ckpt"] |= fp8_ckpt(spec["ckpt"]["w13"] * 0.7, spec["ckpt"]["w2"] * 0.6, block) | {"ue8m0": True}
+    assert error(MoECore().run(**spec), spec) < LIMIT
+
+
+@pytest.mark.parametrize("slots", [0, 1, 3, 9])
+def test_any_number_of_slots(slots: int) -> None:
+    library, spec = MoECore(), layer(seed=16)
+    ids = torch.arange(6 * slots).reshape(6, slots) % 4
+    other = {**spec, "ids": ids, "wts": torch.rand(6, slots, generator=torch.Generator().manual_seed(slots)).double()}
+    for output in (library.run(**other), library.build(**spec).forward(spec["x"], other["ids"], other["wts"])):
+        assert output.shape == spec["x"].shape
+        assert error(output, other) < LIMIT or not slots
+
+
+def test_a_layer_built_from_a_checkpoint_alone() -> None:
+    spec = layer(seed=17, bias=True)
+    alone = {name: spec[name] for name in ("activation", "num_experts", "ckpt")}
+    for built in (MoECore().build(**alone), MoECore().build(**alone, tp=2)):
+        built.reload(spec["ckpt"])
+        assert error(built.forward(spec["x"], spec["ids"], spec["wts"]), spec) < LIMIT
+        assert built.parameters()
+
+
+@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_limit", "swiglu_step"])
+@pytest.mark.parametrize("limit", [0.5, 7.0, float("inf")])
+def test_limits_are_those_of_routed_experts(activation: str, limit: float) -> None:
+    # https://github.com/jundot/omlx/pull/2571
+    spec = {**layer(seed=18, activation=activation), "limit": limit}
+    spec["x"] = spec["x"] * 16
+    assert error(MoECore().run(**spec), spec) < LIMIT
+    shared = {"w13": reference_moe.det((1, 128, 64), 19), "w2": reference_moe.det((1, 64, 64), 20)}
+    wanted = RefLib().run(**spec, shared=shared)
+    assert reference_moe.rel(MoECore().run(**spec, shared=shared).double(), wanted) < LIMIT
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8_block"])
+def test_weights_are_copied_once(order: str, fmt: str) -> None:
+    # https://github.com/vllm-project/vllm/issues/53629
+    spec = quantized(layer(seed=21, E=32, H=128), fmt)
+    spec["ckpt"] |= {"layout": order, "nibbles": "high_first" if order == "gate_up" else "low_first"}
+    if fmt == "plain":
+        spec["ckpt"] |= {name: spec["ckpt"][name].bfloat16() for name in ("w13", "w2")}
+    stored = sum(tensor.nbytes for tensor in spec["ckpt"].values() if isinstance(tensor, torch.Tensor))
+    with _Peak() as memory:
+        MoECore().build(**spec)
+    # What is read in another order lies there once more until the layer has it.
+    assert memory.peak <= 1.5 * stored
+
+
+def test_inverses_of_divisors_make_no_ties() -> None:
+    # As its largest token, 126 / 128 has a scale that fp32 holds exactly; its divisor's inverse is another number.
+    spec = layer(seed=22)
+    spec["x"] = spec["x"].clamp(-126 / 128, 126 / 128)
+    spec = quantized(spec, "nvfp4_ct")
+    assert error(MoECore().run(**spec), spec) < LIMIT
 
 
 @pytest.mark.parametrize("nibbles", ["low_first", "high_first", "split"])
@@ -133,6 +255,15 @@ def test_a_missing_weight_is_named(fmt: str, missing: str) -> None:
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_that_are_no_halves_are_named(fmt: str) -> None:
+    spec = quantized(layer(seed=23), fmt)
+    spec["ckpt"]["w13"] = spec["ckpt"]["w13"][:, :-1]
+    with pytest.raises(Exception, match=r"(?m)^  w13: expected \[4, 128, .* got \[4, 127, "):
+        MoECore().build(**spec)
+
+
+@pytest.mark.error_path
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_codes_are_not_numbers(dtype: torch.dtype) -> None:
     spec = layer(seed=9)
@@ -144,6 +275,23 @@ def test_codes_are_not_numbers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["none", *reference_moe.SCHEMES, "plain", "int8", "int4", "nvfp4_ct"])
 def test_schemes_by_the_names_of_the_oracle(name: str) -> None:
     assert MoECore().select(name, {"type": "cpu"})[1:] == ("torch", name)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("device", [{"type": "cpu"}, {"type": "cuda", "sm": 75}])
+def test_every_runner_that_may_be_chosen_is_explained(device: Spec) -> None:
+    # https://github.com/vllm-project/vllm/issues/45661
+    runners = list(MoECore.restricted_runners)
+    found = device.get("sm", device["type"])
+    with pytest.raises(ValueError, match=rf"(?s)({runners[0]}|{runners[1]}).*found (sm)?{found}") as caught:
+        MoECore().select("none", {**device, "only": runners})
+    assert all(runner in str(caught.value) for runner in runners)
+
+
+@pytest.mark.error_path
+def test_an_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown activation 'no_such'; known: swiglu, "):
+        MoECore().run(**{**layer(), "activation": "no_such"})
 
 
 @pytest.mark.error_path

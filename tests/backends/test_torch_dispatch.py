@@ -263,13 +263,18 @@ def test_fp8_tokens_travel_as_bytes_over_a_transport_without_fp8() -> None:
         assert got[:, -1].tolist() == ids * 2
 
 
-@pytest.mark.parametrize("counts", [(96, 96), (0, 256)])
-def test_experts_are_told_how_many_rows_to_expect(counts: tuple[int, int]) -> None:
-    request = attrs.evolve(_with("standard", "torch_alltoall", ep_size=2), num_experts=16, top_k=4, hidden_size=8)
+@pytest.mark.parametrize(
+    ("counts", "num_experts", "top_k"),
+    # Of three experts one rank has two.
+    [((96, 96), 16, 4), ((0, 256), 16, 4), ((96, 96), 3, 1)],
+)
+def test_experts_are_told_how_many_rows_to_expect(counts: tuple[int, int], num_experts: int, top_k: int) -> None:
+    layer = _with("standard", "torch_alltoall", ep_size=2)
+    request = attrs.evolve(layer, num_experts=num_experts, top_k=top_k, hidden_size=8)
     tokens = []
     for num_tokens in counts:
-        ids = torch.rand(num_tokens, 16).topk(4).indices
-        tokens.append((torch.randn(num_tokens, 8), ids, torch.ones(num_tokens, 4)))
+        ids = torch.rand(num_tokens, num_experts).topk(top_k).indices
+        tokens.append((torch.randn(num_tokens, 8), ids, torch.ones(num_tokens, top_k)))
     for told in run_on_ranks(rows_told, [(request, own) for own in tokens]):
         assert isinstance(told, torch.Tensor), told
         expected, rows = told.tolist()

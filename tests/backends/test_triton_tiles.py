@@ -58,7 +58,7 @@ def test_a_layer_gets_the_tiles_of_its_card(monkeypatch: pytest.MonkeyPatch) -> 
     request = LayerRequest(
         num_experts=2, top_k=1, hidden_size=16, intermediate_size=16, dtype="bf16", runner_backend="triton"
     )
-    weights = {"w13": torch.randn(2, 32, 16).bfloat16(), "w2": torch.randn(2, 16, 16).bfloat16()}
+    weights = {"w13": torch.zeros(2, 32, 16).bfloat16(), "w2": torch.zeros(2, 16, 16).bfloat16()}
     triton_layer(request, weights)
     assert set(asked) == {"NVIDIA H200"}
 

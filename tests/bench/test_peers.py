@@ -9,11 +9,11 @@ import torch
 from moe_core.activation import GEGLU
 from moe_core.bench import peers
 from moe_core.bench.peers import PEERS, find_peers
-from moe_core.bench.reference import Reference, tolerance
 from moe_core.bench.transformers_experts import gathered_bytes
 from moe_core.errors import MoeCoreError, UnknownNameError
 from moe_core.quant import FP8_BLOCK128
 from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.reference import Reference, tolerance
 from moe_core.tuning.shapes import LayerShape
 
 SHAPE = LayerShape(6, 2, 64, 48)

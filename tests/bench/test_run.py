@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from importlib.metadata import version
 
@@ -67,7 +68,7 @@ def test_ours_and_peers_are_timed_and_compared():
 
 
 def test_one_combination_under_two_names_is_timed_once():
-    names = ("", "torch", "none.standard + torch", "torch.masked")
+    names = (None, "torch", "none.standard + torch", "torch.masked")
     rows = _rows(combinations=tuple(map(Combination, names)))
     timed = {name: row.timing is not None for name, row in rows.items()}
     assert timed == {
@@ -103,6 +104,28 @@ def test_a_peer_that_fails_keeps_its_row_with_the_error():
     assert rows[OURS].timing is not None
 
 
+@pytest.mark.parametrize("good_calls", [0, 8])
+def test_a_peer_that_exits_or_fails_in_a_turn_is_a_row_and_an_interrupt_ends(good_calls):
+    def peer(raised):
+        def bind(request, weights):
+            layer, calls = HAND_WRITTEN.bind(request, weights), itertools.count()
+
+            def call(*inputs):
+                if next(calls) >= good_calls:
+                    raise raised
+                return layer(*inputs)
+
+            return call
+
+        return _peer("failing", bind)
+
+    rows = _rows(peers=(peer(SystemExit(3)), HAND_WRITTEN))
+    assert (rows["failing"].problem, rows["failing"].timing) == ("SystemExit: 3", None)
+    assert all(len(rows[name].timing.samples) == 2 for name in (OURS, HAND_WRITTEN.name))
+    with pytest.raises(KeyboardInterrupt):
+        _rows(peers=(peer(KeyboardInterrupt()),))
+
+
 def test_a_wrong_result_is_not_timed():
     def swapped(request, weights):
         halves = weights["w13"].chunk(2, dim=1)
@@ -131,7 +154,7 @@ def test_a_combination_that_cannot_run_is_a_row_and_one_that_is_unknown_an_error
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize("pins", ["a + b + c", "a +", "+"])
+@pytest.mark.parametrize("pins", ["a + b + c", "a +", "+", ""])
 def test_combinations_are_one_or_two_names(pins):
     with pytest.raises(SpecError, match="expected a runner, or 'dispatcher \\+ runner'"):
         Combination(pins).request(SHAPE.request(), 1)

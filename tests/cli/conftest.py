@@ -37,6 +37,8 @@ def _run(arguments: list[str], sites: tuple[str, ...], **variables: str) -> Fini
         env={**environ, "PYTHONPATH": path, ALLOW_LIST_VARIABLE: _allowed(*sites), **variables},
         capture_output=True,
         text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=120,
         check=False,
     )
@@ -68,14 +70,24 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return _call
 
 
-@pytest.fixture
-def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process sees the vendor-like plugins too, and forgets them again."""
-    monkeypatch.syspath_prepend(SITES / "vendors")
-    monkeypatch.setenv(ALLOW_LIST_VARIABLE, _allowed("vendors"))
+def _seen_here(monkeypatch: pytest.MonkeyPatch, site: str) -> Iterator[None]:
+    monkeypatch.syspath_prepend(SITES / site)
+    monkeypatch.setenv(ALLOW_LIST_VARIABLE, _allowed(site))
     default_manager.cache_clear()
     yield
     default_manager.cache_clear()
+
+
+@pytest.fixture
+def with_vendors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process sees the vendor-like plugins too, and forgets them again."""
+    yield from _seen_here(monkeypatch, "vendors")
+
+
+@pytest.fixture
+def with_failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same of the plugin that fails in the forward."""
+    yield from _seen_here(monkeypatch, "failing")
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,10 @@ def test_defaults_of_sizes_are_in_the_help(call):
         (["run", "--model", "/does/not/exist", "--prompt", "a"], "no model at /does/not/exist"),
         (["run", "--model", "."], "--prompt"),
         (["run", "--model", ".", "--prompt", "a", "--device", "cudda"], "did you mean 'cuda'"),
+        (["run", "--model", ".", "--prompt", "a", "--device", "meta"], "unknown device type 'meta'"),
+        (["verify", "torch", "--device", "meta"], "unknown device type 'meta'"),
+        (["resolve", "--environment", ""], "unknown environment ''"),
+        (["bench", "--combination", "", "--peer", "none"], "combination '': expected a runner"),
     ],
 )
 def test_asked_wrongly(call, words, message):
@@ -152,6 +156,21 @@ def test_a_full_disk_is_told_in_a_line(words):
         1,
         "error: the output cannot be written: no space is left on its device\n",
     )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_an_output_lacks_are_escaped(moe_core, tmp_path, encoding):
+    file = tmp_path / "\u00e9\u2192.json"
+    file.write_text('{"device_type": "cpu", "packages": {"torch": "2.13.0"}}', encoding="utf-8")
+    words = ("resolve", "--environment", str(file))
+    printed = moe_core(*words, "--json", PYTHONIOENCODING=f"{encoding}:strict", PYTHONUTF8="1")
+    assert printed.returncode == 0, printed.stderr
+    (group,) = json.loads(printed.stdout)["groups"]
+    assert group["decision"]["environment"]["source"] == str(file)
+    told = moe_core(*words, PYTHONIOENCODING=f"{encoding}:strict", PYTHONUTF8="1", COLUMNS="400")
+    assert told.returncode == 0, told.stderr
+    written = file.name.encode(encoding, errors="backslashreplace")
+    assert written.decode("utf-8", errors="replace") in told.stdout
 
 
 def test_an_error_that_nobody_reads_is_a_closed_pipe(moe_core):

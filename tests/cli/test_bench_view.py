@@ -73,6 +73,22 @@ def test_notes_stand_in_the_order_of_the_table():
     assert places == sorted(places)
 
 
+def test_what_went_wrong_stands_in_the_table_too():
+    names = ("moe-core", "wrong", "broken", "untried", "untried with many", "known")
+    problems = ("", "wrong result: it is NaN or infinite", "no such tile", "not run: no memory")
+    few = [_row(1, "a", name) for name in names]
+    few[1:4] = [attrs.evolve(row, timing=None, problem=text) for row, text in zip(few[1:4], problems[1:], strict=True)]
+    few[5] = attrs.evolve(few[5], timing=None, note="the same as moe-core, not timed again")
+    many = [attrs.evolve(row, num_tokens=8) for row in few]
+    many[4] = attrs.evolve(many[4], timing=None, problem=problems[3])
+    text = _printed(*few, *many)
+    rows = [" ".join(line.split()) for line in text[: text.index("\nran ")].splitlines()[3:]]
+    figures = "434 0% 43.44 1.00 1e-03 wall"
+    assert rows[1:5] == [f"moe-core {figures}", "wrong wrong", "broken failed", f"untried with many {figures}"]
+    assert rows[6:] == [f"moe-core {figures}", "wrong wrong", "broken failed", "untried with many not run"]
+    assert "broken: no such tile" in text
+
+
 def _legend(printed):
     return printed[printed.index("measured on") :]
 

@@ -9,7 +9,7 @@ import pytest
 from moe_core.cli.list_backends import reason_rows
 from moe_core.environment import PRESETS
 from moe_core.findings import Reason
-from moe_core.manager import BackendManager
+from moe_core.manager import BackendManager, default_manager
 
 pytestmark = pytest.mark.error_path
 
@@ -169,3 +169,23 @@ def test_a_plugin_that_is_ready_in_part_says_what_is_missing(call, monkeypatch, 
     monkeypatch.setattr(BackendManager, "probe", lambda manager: machine)
     _, out, _ = call("list-backends")
     assert "ready but not deepep" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("list-backends", "--no-probe"), 0, "no backend: environment variable MOE_CORE_PLUGINS allows none"),
+        (("verify",), 1, "error: no backend: environment variable MOE_CORE_PLUGINS allows none"),
+        (("doctor",), 0, "only none (by variable MOE_CORE_PLUGINS)"),
+        (("resolve", "--environment", "cpu"), 1, "no plugin declares any: see moe-core list-backends"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_no_backend_at_all(call, monkeypatch, words, code, said):
+    monkeypatch.setenv("MOE_CORE_PLUGINS", "")
+    default_manager.cache_clear()
+    try:
+        found, out, err = call(*words)
+    finally:
+        default_manager.cache_clear()
+    assert (found, said in " ".join(f"{out} {err}".split())) == (code, True), err

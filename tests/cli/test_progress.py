@@ -61,6 +61,16 @@ def test_what_passed_before_the_first_unit_is_not_taken_for_its_pace(clock, caps
     assert 60 < left < 100
 
 
+def test_a_pace_that_has_become_slower_counts(clock, capsys):
+    with progress_bar("checking", "checks") as tell:
+        for done in range(1, 201):
+            clock[0] += 0.1 if done <= 100 else 1.0
+            tell(done, 201)
+    told = [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()[1:-1]]
+    # 1 s each by then, of which the pace of all would not know.
+    assert told[1:4] == ["90 s left", "80 s left", "70 s left"]
+
+
 def test_what_is_quick_says_only_that_it_begins_and_ends(capsys):
     with progress_bar("loading") as tell:
         tell(1, 2)

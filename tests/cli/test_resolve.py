@@ -58,6 +58,15 @@ def test_sizes_reach_the_request(call):
     assert group["plan"]["output_is_complete"] is False
 
 
+def test_a_generation_that_nothing_names_is_a_warning(call, tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"device_type": "cuda", "arch": "sm77", "packages": {"torch": "2.13.0"}}))
+    code, _, err = call("resolve", "--environment", str(file))
+    assert code == 0
+    assert err.startswith(f"warning: environment {file}: no plugin names sm77, ")
+    assert call("resolve", "--environment", "b200")[2] == ""
+
+
 def test_named_shapes(call):
     shapes = ("--shape", "deepseek-v3", "--shape", "mixtral-8x7b")
     code, out, _ = call(*ON_CPU, *shapes, "--quant-scheme", "fp8_block128", "--ep-size", "2", "--explain")
@@ -77,6 +86,9 @@ def test_a_shape_says_in_which_scheme_its_model_is_published(call):
     _, out, _ = call(*ON_CPU, "--shape", "deepseek-v3", "--shape", "mixtral-8x7b")
     assert told in _words(out)
     assert out.count("assumed") == 1
+    _, out, _ = call(*ON_CPU, "--shape", "deepseek-v3", "--shape", "mixtral-8x7b", "--json")
+    taken = "weights bf16; deepseek-v3 is published with others: --quant-scheme fp8_block128"
+    assert [group["assumed"] for group in json.loads(out)["groups"]] == [taken, ""]
     _, out, _ = call(*ON_CPU, "--shape", "deepseek-v3", "--quant-scheme", "bf16")
     assert "assumed" not in out
 

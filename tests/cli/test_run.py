@@ -84,6 +84,19 @@ def test_a_wrong_result_shows_as_difference_from_eager(call, folder, stub_bridge
     assert "no token decoded" in _figures(out)
 
 
+@pytest.mark.error_path
+def test_nan_is_no_answer(call, folder, stub_bridge, monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def spoiled(module, hidden_states, top_k_index, top_k_weights):
+        return hidden_states * torch.nan
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "moe_core", spoiled)
+    code, out, err = call("run", "--model", str(folder), "--prompt", "Hello", "--device", "cpu")
+    assert (code, "figures" in out) == (1, False)
+    assert "error: the model answers the prompt with NaN: " in err
+
+
 def test_no_comparison_when_it_is_not_wanted(call, folder, stub_bridge):
     words = ("run", "--model", str(folder), "--prompt", "Hello", "--device", "cpu", "--no-compare-eager")
     code, out, err = call(*words, "--max-new-tokens", "2")
@@ -100,6 +113,13 @@ def test_the_real_bridge_agrees_with_eager(call, folder):
     # fp32 sums of 16 to 32 products in another order, through three layers: far below 1e-4 at logits of order 1.
     assert float(re.search(r"largest difference from eager ([\d.e+-]+)", figures)[1]) < 1e-4
     assert "same top token at 11 of 11 positions" in figures
+
+
+@pytest.mark.error_path
+def test_a_prompt_that_is_no_text(call, folder):
+    code, out, err = call("run", "--model", str(folder), "--prompt", "a\udcff")
+    assert (code, out) == (2, "")
+    assert err == "error: the prompt is not readable as UTF-8; in a locale of another encoding set PYTHONUTF8=1\n"
 
 
 def test_transformers_is_missing(call, folder, monkeypatch):

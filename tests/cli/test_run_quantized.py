@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from moe_core.integrations.transformers import PreparedExperts
 from tests.integrations.hf_quantized import MODULES, edit, write_qwen
 
 FP8 = {
@@ -58,6 +59,26 @@ def test_eager_cannot_be_compared_with(call: Any, folder: Path) -> None:
     code, out, _ = call(*words(folder, "--no-compare-eager"))
     assert code == 0
     assert "difference" not in out
+
+
+@pytest.mark.error_path
+def test_a_wrong_shape_of_quantized_experts_names_them(
+    call: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PreparedExperts.__call__
+
+    def wrong(self: PreparedExperts, hidden_states: Any, *routing: Any) -> Any:
+        output = original(self, hidden_states, *routing)
+        return output[:, 1:] if self.plan.request.quant.is_quantized else output
+
+    monkeypatch.setattr(PreparedExperts, "__call__", wrong)
+    code, _, err = call(*words(folder))
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert last.startswith(
+        "error: experts module model.layers.1.mlp.experts, <PreparedExperts any: torch:none.standard"
+    )
+    assert last.endswith(">: expected a tensor of shape [5, 64], got shape [5, 63]")
 
 
 @pytest.mark.error_path

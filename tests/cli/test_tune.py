@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from moe_core.cli.tune import INTERRUPTED
+from moe_core.bound import BoundExperts
+from moe_core.cli.stopping import INTERRUPTED
 from moe_core.environment import probe_environment
 from moe_core.measurement_files import MeasurementFile
 from moe_core.measurement_sources import MeasurementWarning, user_file
@@ -117,12 +118,15 @@ def test_named_shapes(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "warning: enough" in err
 
 
-def test_an_interrupt_keeps_what_was_measured(call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), BaseExceptionGroup("of several", [KeyboardInterrupt()])])
+def test_an_interrupt_keeps_what_was_measured(
+    call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch, interrupt: BaseException
+) -> None:
     original = LayerSearch.steps
 
     def interrupted(self: LayerSearch, *arguments: Any) -> Iterator[Any]:
         yield next(original(self, *arguments))
-        raise KeyboardInterrupt
+        raise interrupt
 
     monkeypatch.setattr(LayerSearch, "steps", interrupted)
     code, out, _ = _tune(call, "--tokens", "1", "--tokens", "2")
@@ -130,6 +134,22 @@ def test_an_interrupt_keeps_what_was_measured(call: Call, cache: Path, monkeypat
     assert "interrupted; 6 times measured" in out
     assert "us per forward" in out
     assert MeasurementFile.read(cache).num_times == 6
+
+
+def test_a_wrong_result_is_told_and_nothing_of_it_is_kept(
+    call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tune(call, "--tokens", "1")
+    wrong, original = "torch:none.masked + torch:torch.masked", BoundExperts.__call__
+
+    def doubled(self: BoundExperts, *arguments: Any) -> Any:
+        return original(self, *arguments) * (1 + (self.plan.routes[0].candidate.full_name == wrong))
+
+    monkeypatch.setattr(BoundExperts, "__call__", doubled)
+    code, out, _ = _tune(call, "--tokens", "2")
+    assert (code, "10 in" in " ".join(out.split())) == (0, True), out
+    assert "T=2: wrong result: relative error 1, at most 0.02 is due to rounding; none of its times is kept" in out
+    assert wrong not in MeasurementFile.read(cache).times[SHAPE]
 
 
 def test_time_that_is_up_keeps_what_was_measured(call: Call, cache: Path) -> None:
@@ -170,7 +190,7 @@ def test_a_cache_that_does_not_fit_is_reported(call: Call, cache: Path) -> None:
         (("--shape", "mixtral-8x7b", "--top-k", "2"), "--shape cannot be combined with --model or with sizes"),
         (("--tokens", "0"), "Invalid value for '--tokens'"),
         (("--tokens", "99999999999999999999"), "Invalid value for '--tokens'"),
-        (("--device", "gpu"), "unknown device type 'gpu'"),
+        (("--device", "gpu"), "unknown device type 'gpu'; did you mean 'cuda'?"),
         (("--device", "meta"), "unknown device type 'meta'"),
         ((*SIZES, *QUICK, "--exclude", "tritn"), "unknown backend 'tritn'; did you mean 'triton'"),
     ],
@@ -196,7 +216,7 @@ def test_no_memory_for_the_inputs_ends_a_layer_and_keeps_its_times(
     code, out, err = _tune(call, "--tokens", "1", "--tokens", "4")
     assert (code, MeasurementFile.read(cache).num_times) == (0, 6), err
     assert "6 times measured" in out
-    assert "the inputs of T=4 cannot be made: out of memory\n" in err
+    assert "the inputs of T=4 and their answer cannot be made: out of memory\n" in err
 
 
 @pytest.mark.error_path

@@ -107,3 +107,18 @@ def test_a_count_at_which_nothing_runs_is_passed_over(capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert "T=2: nothing runs" in err
     assert "1 to 2 between T=1 and 4; nothing was measured there" in out
+
+
+def test_what_a_problem_means_for_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    with TuneView(Environment(device_type="cpu"), 1, [1], 0.0, None) as view:
+        view.begin("a layer")
+        view.candidates(["first", "second", "third"])
+        problems = {"first": "wrong", "second": "wrong", "third": "slow"}
+        view.add(Step(num_tokens=1, timings={}, problems=problems, wrong=frozenset({"first", "second"})))
+        view.finish()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-3:] == [
+        "1 wrong; none of its times is kept; plans choose it by its tier all the same, unless they exclude it",
+        "2 wrong; none of its times is kept",
+        "3 slow",
+    ]

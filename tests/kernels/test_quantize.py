@@ -54,6 +54,15 @@ def test_dynamic_scales(word: str, group: int, scale_word: str, dtype: torch.dty
     assert not got[3].any()
 
 
+def test_int4_codes_on_cpu_are_those_of_exact_division() -> None:
+    # Of every largest value m / 128, many of the others lie within half an ulp of a tie.
+    largest = torch.arange(1, 128)[:, None] / 128
+    x = (torch.arange(-127, 128) / 128).clamp(-largest, largest)
+    codes, scale = ActivationRounder.of(W4A4_INT4)(x)
+    assert scale is not None
+    assert torch.equal(codes.double(), (x.double() / scale.double()).round())
+
+
 @pytest.mark.parametrize("word", _WORDS)
 @pytest.mark.parametrize("group", [WHOLE, 0, 32])
 def test_a_static_scale_saturates(word: str, group: int) -> None:

@@ -19,7 +19,7 @@ from moe_core.cli import main, verify
 from moe_core.cli.verify_report import Report, view
 from moe_core.environment import probe_environment
 from moe_core.manager import BackendManager
-from moe_core.testing.outcome import NOT_RUN, PASSED, Result
+from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED, Result
 
 pytestmark = pytest.mark.error_path
 Call = Callable[..., tuple[int, str, str]]
@@ -97,6 +97,44 @@ def test_only_the_first_line_of_a_failure_is_shown_unless_asked(call: Call) -> N
     _, out, _ = call("raises", "-v")
     assert "line 999" in out
     assert "Traceback" in out
+
+
+def _printed(*results: Result, verbose: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view(Report("a", probe_environment((), "cpu"), results, 61.4), verbose))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+
+
+def _failed(check: str, subject: str, text: str) -> Result:
+    return Result(check=check, subject=subject, status=FAILED, text=text, traceback=f"trace of {subject}")
+
+
+#: A plugin that lacks one thing fails in it wherever it is looked at.
+ALIKE = (
+    _failed("answer", "a + b, bf16", "no kernel\nat all"),
+    _failed("answer", "a + b, fp16", "too large"),
+    _failed("answer", "a + b, fp32", "no kernel\nat all"),
+    _failed("reload", "a + b, bf16", "no kernel"),
+    _failed("inputs", "a + b, bf16", "no kernel\nat all"),
+    Result(check="inputs", subject="a + b, fp32", status=PASSED),
+)
+
+
+def test_checks_that_fail_alike_are_told_once() -> None:
+    text = _printed(*ALIKE)
+    assert "failed answer a + b, bf16\nno kernel ... (and 3 more: -v)\nlikewise inputs\n" in text
+    assert "failed reload a + b, bf16\nno kernel\n" in f"{text}\n"
+    assert "trace" not in text
+
+
+def test_equal_failures_of_a_check_share_a_text_where_all_are_shown() -> None:
+    text = _printed(*ALIKE, verbose=True)
+    first = "failed answer a + b, bf16\na + b, fp32\nno kernel\nat all\ntrace of a + b, bf16\n"
+    second = "failed answer a + b, fp16\ntoo large\ntrace of a + b, fp16\n"
+    assert f"{first}{second}failed reload " in text
+    assert text.count("no kernel") == 3
+    assert text.endswith("passed inputs a + b, fp32")
 
 
 def test_a_row_says_why_some_of_its_cases_were_not_run() -> None:

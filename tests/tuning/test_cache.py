@@ -33,6 +33,26 @@ def test_times_are_added_and_replaced_one_count_at_a_time(tmp_path: Path) -> Non
     assert again.num_times == 3
 
 
+def test_times_of_a_wrong_result_are_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, CPU, MANAGER).add("shape", 1, {A: Time(9.0), B: Time(12.0)})
+    recorder = Recorder(path, CPU, MANAGER)
+    recorder.add("another", 1, {B: Time(11.0)})
+    recorder.add("shape", 2, {A: Time(10.0), B: Time(11.0)})
+    recorder.add("shape", 4, {A: Time(20.0)}, wrong=[B])
+    recorder.add("shape", 8, {A: Time(30.0)})
+    kept = {A: {1: Time(9.0), 2: Time(10.0), 4: Time(20.0), 8: Time(30.0)}}
+    assert MeasurementFile.read(path).times == {"another": {B: {1: Time(11.0)}}, "shape": kept}
+    recorder.add("another", 1, {}, wrong=[B])
+    assert MeasurementFile.read(path).times == {"shape": kept}
+
+
+def test_nothing_is_written_where_there_is_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, CPU, MANAGER).add("shape", 1, {}, wrong=[A])
+    assert not path.exists()
+
+
 def test_two_processes_keep_each_others_times(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     one, other = (Recorder(path, CPU, MANAGER) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,19 @@ TIMES = {
     "broken": lambda count: 1 / (count < 16) and 40,
     "unbound": lambda count: 0,
 }
+#: Runner -> what it makes of the right answer.
+RESULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+
+def _same(answer: torch.Tensor) -> torch.Tensor:
+    return answer
+
+
+def _answer(weights: PreparedWeights, hidden: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    w13, w2 = (weights[name][ids].float() for name in ("w13", "w2"))
+    gate, up = torch.einsum("tkih,th->tki", w13, hidden.float()).chunk(2, dim=-1)
+    rows = torch.einsum("tkhi,tki->tkh", w2, torch.nn.functional.silu(gate) * up)
+    return (rows * scores[:, :, None]).sum(dim=1).to(hidden.dtype)
 
 
 class Clock:
@@ -65,7 +79,7 @@ def manager(clock: Clock) -> BackendManager:
             count = len(hidden_states)
             clock.calls.append((name, count))
             clock.now += TIMES[name](count) * 1e-6
-            return hidden_states
+            return RESULTS.get(name, _same)(_answer(weights, hidden_states, ids, scores))
 
         return experts
 
@@ -109,6 +123,22 @@ def test_what_fails_is_reported_and_left_out(manager: BackendManager, clock: Clo
     assert ("broken", 32) not in clock.calls
 
 
+@pytest.mark.parametrize("factor", [0.9, torch.nan])
+def test_a_wrong_result_has_no_time_and_is_nobodys_measure(
+    manager: BackendManager, clock: Clock, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    # So fast that all others would be hopeless beside it.
+    monkeypatch.setitem(TIMES, "quick", lambda count: 1)
+    monkeypatch.setitem(RESULTS, "quick", lambda answer: answer * (factor if len(answer) > 1 else 1))
+    first, second, third = LayerSearch(manager, LAYER, CPU).steps([1, 4, 8])
+    assert "toy:quick.fused" in first.microseconds
+    assert first.wrong == frozenset()
+    assert second.wrong == third.wrong == _full("quick")
+    assert second.problems["toy:quick.fused"].startswith("T=4: wrong result: ")
+    assert "toy:quick.fused" not in {**second.microseconds, **third.microseconds}
+    assert ("quick", 8) not in clock.calls
+
+
 def test_what_is_hopeless_is_left_out(manager: BackendManager, clock: Clock) -> None:
     search = LayerSearch(manager, LAYER, CPU)
     first, second = search.steps([1, 8], repeats=5)
@@ -116,9 +146,9 @@ def test_what_is_hopeless_is_left_out(manager: BackendManager, clock: Clock) -> 
     assert "toy:slow.fused" not in second.microseconds
     assert ("slow", 8) not in clock.calls
     assert "toy:broken.fused" in second.microseconds
-    sets = clock.calls.count(("quick", 1)) - 2
-    # After two calls to warm up: the two first samples, and for those that are not hopeless the five.
-    assert sets * 2 == 7 * (clock.calls.count(("slow", 1)) - 2)
+    sets = clock.calls.count(("quick", 1)) - 3
+    # Beside two calls to warm up and one to compare: the two first samples, and for those not hopeless the five.
+    assert sets * 2 == 7 * (clock.calls.count(("slow", 1)) - 3)
 
 
 def test_what_the_tiers_would_choose_is_measured_to_the_end(

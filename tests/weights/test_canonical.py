@@ -28,6 +28,11 @@ def test_everything_about_rows_follows_the_rows() -> None:
     assert swapped["w13_input_scale"] is stored["w13_input_scale"]
 
 
+@pytest.mark.parametrize("layout", ["up_gate", "interleaved"])
+def test_rows_in_a_new_order_need_no_second_copy(layout: str) -> None:
+    assert canonical_weights({"w13": torch.zeros(2, 8, 3)}, layout=layout)["w13"].is_contiguous()
+
+
 @pytest.mark.error_path
 @pytest.mark.parametrize("layout", ["up_gate", "interleaved"])
 @pytest.mark.parametrize("name", ["w13_scale", "w13_zero_point"])

@@ -13,10 +13,6 @@ from moe_core.weights.requantize import to_ue8m0
 TILES = attrs.evolve(FP8_BLOCK128, weight_block=(16, 32))
 
 
-def bf16(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).float().bfloat16())
-
-
 def e4m3_grid() -> list[float]:
     """All finite values, from the definition: bias 7, subnormal step 2^-9, no infinity."""
     positive = [m * 2.0**-9 for m in range(8)]
@@ -38,7 +34,7 @@ def make(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     g = torch.Generator().manual_seed(seed)
     weight = (torch.randn(2, rows, columns, generator=g) * 60).to(torch.float8_e4m3fn)
     shape = (2, math.ceil(rows / 16), math.ceil(columns / 32))
-    return weight, torch.rand(shape, generator=g) * 10.0 ** torch.randint(-4, 2, shape, generator=g)
+    return weight, torch.rand(shape, generator=g) * 10.0 ** torch.randint(-9, 2, shape, generator=g)
 
 
 def test_power_of_two_scales_by_definition() -> None:
@@ -60,10 +56,9 @@ def test_power_of_two_scales_by_definition() -> None:
             for i in range(scale.shape[1]):
                 for j in range(scale.shape[2]):
                     part = (e, slice(16 * i, 16 * i + 16), slice(32 * j, 32 * j + 32))
-                    values = weight[part].float() * scale[e, i, j].float()
-                    values = values.bfloat16().double()
-                    amax = max(float(values.abs().max()), 1e-4)
-                    exponent = math.ceil(math.log2(amax / 448))
+                    values = (weight[part].float() * scale[e, i, j].float()).double()
+                    amax = float(values.abs().max())
+                    exponent = math.ceil(math.log2(amax / 448)) if amax else -126
                     assert int(converted[f"{name}_scale"][e, i, j]) == exponent + 127
                     assert torch.equal(converted[name][part].double(), nearest(values / 2.0**exponent))
 
@@ -84,3 +79,17 @@ def test_only_once_and_only_fp8_blocks() -> None:
         to_ue8m0(converted, LayerQuant.of(FP8_BLOCK128_UE8M0))
     with pytest.raises(WeightsError, match=r"w2: only FP8 weights in blocks .* got w8a8_int8"):
         to_ue8m0(tensors, LayerQuant(TILES, W8A8_INT8))
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("spoilt", ["code", "scale", "product"])
+def test_values_that_no_scale_can_hold_are_refused(spoilt: str) -> None:
+    weight, scale = make(32, 64)
+    tensors = {"w13": weight, "w13_scale": scale, "w2": weight.clone(), "w2_scale": scale.clone()}
+    if spoilt == "code":
+        tensors["w2"].view(torch.uint8)[1, 20, 3] = 0x7F
+    else:
+        tensors["w2"][1, 20, 3] = 448.0
+        tensors["w2_scale"][1, 1, 0] = math.inf if spoilt == "scale" else 1e38
+    with pytest.raises(WeightsError, match=r"w2, expert 1: block 1, 0 with scale .*: its values are not finite"):
+        to_ue8m0(tensors, LayerQuant.of(TILES))

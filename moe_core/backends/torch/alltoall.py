@@ -47,11 +47,11 @@ class AllToAll:
         request = plan.request
         self._group, self._size = group.require_process_group("dispatcher torch_alltoall"), group.size
         self._num_slots, self._top_k, self._hidden = request.num_slots, request.top_k, request.hidden_size
-        # Of evenly spread ids, this share of all ranks' tokens is received.
-        received_share = 1 - (1 - 1 / group.size) ** request.top_k
-        self._rows_per_received = request.top_k / request.num_slots / received_share
         self._token_dtype, self._dtype = route.token_dtype, TORCH_DTYPES[request.dtype]
         shares = [len(request.local_slots(rank)) for rank in range(group.size)]
+        # Of evenly spread ids, this share of all ranks' tokens is received; without slots nothing is.
+        received_share = 1 - (1 - max(1, shares[group.rank]) / request.num_slots) ** request.top_k
+        self._rows_per_received = request.top_k / request.num_slots / received_share
         owner = [rank for rank, share in enumerate(shares) for _ in range(share)]
         local = [index for share in shares for index in range(share)]
         self._owner = torch.tensor(owner, dtype=torch.int64, device=group.device)

@@ -92,7 +92,7 @@ _USUAL = "H100"
 
 
 def measured(operands: str, device_name: str) -> dict[float, TilePair]:
-    """The tiles for these operands on a device, by the name of its card."""
+    """The tiles for these operands on a device, by the card that its name holds; a GH200 is taken for an H200."""
     card = next((card for card in MEASURED if card in device_name), _USUAL)
     return MEASURED[card].get(operands, MEASURED[_USUAL][operands])
 

@@ -105,7 +105,11 @@ class Preparer:
         weights = _shared_weights(plan, others) or _prepare_weights(module, layout, plan, self.manager)
         prepared = PreparedExperts(plan=plan, decision=decision, bound=BoundExperts(plan, weights, self.manager))
         if (type(module), layout) not in self._checked:
-            check_against_eager(module, prepared, layout, plan.request.top_k)
+            try:
+                check_against_eager(module, prepared, layout, plan.request.top_k)
+            except UnsupportedModelError as error:
+                error.add_note(f"or {prepared} is wrong, which moe-core verify would tell")
+                raise
             self._checked.add((type(module), layout))
         return prepared
 

@@ -10,7 +10,7 @@ from functools import partial
 import attrs
 import torch
 
-from moe_core.errors import UnsupportedModelError
+from moe_core.errors import PluginError, UnsupportedModelError
 from moe_core.integrations.transformers.fp8 import FP4_BLOCK, Fp8Format
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights
 from moe_core.integrations.transformers.traits import local_parameters
@@ -19,7 +19,7 @@ from moe_core.kernels.dequantize import WeightReader, num_columns
 from moe_core.kernels.expert_weights import ExpertLinear, Experts
 from moe_core.kernels.experts import experts_standard
 from moe_core.kernels.number_formats import round_e4m3
-from moe_core.payloads import TORCH_DTYPES, Tensor
+from moe_core.payloads import TORCH_DTYPES, Tensor, bias_name
 from moe_core.quant import LayerQuant, QuantScheme
 
 # Far above rounding (bf16 experts differ from each other by 1e-2 of the largest value, fp32 ones by 1e-5, and by 1e-3
@@ -40,6 +40,7 @@ def check_against_eager(
 
     Raises:
         UnsupportedModelError: The results differ by more than rounding.
+        PluginError: `experts` do not give a tensor of the tokens' shape.
     """
     parameters = list(module.parameters(recurse=False))
     if any(hasattr(parameter, "to_local") for parameter in parameters):
@@ -51,7 +52,8 @@ def check_against_eager(
         if layout.flags.fp8 is not None:
             owner = _runs_everywhere(module, layout.flags.fp8)
         expected = inspect.unwrap(type(module).forward)(owner, hidden_states, topk_ids, topk_weights).float()
-        found = experts(hidden_states, topk_ids, topk_weights).float()
+        output = experts(hidden_states, topk_ids, topk_weights)
+        found = require_shape(output, hidden_states, experts).float()
     largest, difference = float(expected.abs().max()), float((found - expected).abs().max())
     tolerance = _TOLERANCE[hidden_states.dtype] if layout.flags.fp8 is None else _FP8_TOLERANCE
     if largest < float("inf") and not difference <= tolerance * largest:
@@ -60,6 +62,14 @@ def check_against_eager(
             f"flags say: on two probe tokens the results differ by {difference:.2g}, the largest is {largest:.2g}; "
             "select another experts_implementation for this model"
         )
+
+
+def require_shape(output: object, hidden_states: Tensor, experts: object) -> Tensor:
+    """What `experts` give in their first forward; raises `PluginError` unless it is `[T, H]` as `hidden_states`."""
+    if not isinstance(output, torch.Tensor) or output.shape != hidden_states.shape:
+        form = f"shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise PluginError(f"{experts}: expected a tensor of shape {list(hidden_states.shape)}, got {form}")
+    return output
 
 
 @torch.no_grad()
@@ -84,7 +94,7 @@ def check_formula(module: torch.nn.Module, layout: ExpertsLayout) -> None:
     small = attrs.evolve(layout, num_experts=2, quant=floats, device_type="cpu")
     raw = borrow_weights(twin, small)
     w13, w2 = (
-        ExpertLinear.of(floats.w13, raw.tensors[f"w{number}"], bias=raw.tensors.get(f"b{number}")) for number in (13, 2)
+        ExpertLinear.of(floats.w13, raw.tensors[name], bias=raw.tensors.get(bias_name(name))) for name in ("w13", "w2")
     )
     experts = Experts(w13=w13, w2=w2, activation=raw.activation or activation_function(layout.activation))
     check_against_eager(twin, partial(_standard, experts), small, top_k=2)

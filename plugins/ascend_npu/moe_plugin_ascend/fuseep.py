@@ -53,7 +53,7 @@ class FusedExperts:
 
     @torch.no_grad()
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """`[T, H]` of this rank -> the weighted sums `[T, H]`."""
+        """`[T, H]`, ids and weights `[T, K]` of this rank -> the weighted sums `[T, H]`."""
         ids, row_weights = self._ids(topk_ids, topk_weights)
         if self._mode == 2:
             # Its scale of an all-zero row divides by zero; experts without biases make zeros of zeros.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_core.activation import RELU2, SWIGLU_OAI
-from moe_core.bench.reference import Reference, tolerance
 from moe_core.quant import SCHEMES
 from moe_core.testing.stored import draw_layer
 from moe_core.tuning.layers import Batches, random_weights
+from moe_core.tuning.reference import Reference, WrongResultError, tolerance
 from moe_core.tuning.shapes import LayerShape
 
 SHAPE = LayerShape(4, 2, 256, 128)
@@ -68,17 +68,29 @@ def test_swapped_halves_are_beyond_the_tolerance(name):
     assert Reference(request, weights, inputs).error(wrong) > 1.5 * tolerance(request)
 
 
-@pytest.mark.parametrize("spoil", [lambda out: out * torch.nan, lambda out: out[:, 1:]], ids=["nan", "shape"])
-def test_nan_and_other_widths_are_infinitely_wrong(spoil):
-    request = SHAPE.request(dtype="fp32")
-    reference, answer = _both(request)
-    assert reference.error(spoil(answer)) == float("inf")
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out: out * torch.nan, "it is NaN or infinite"),
+        (lambda out: out / 0, "it is NaN or infinite"),
+        (lambda out: out * 1.01, "relative error 0.01, at most 0.0001 is due to rounding"),
+        (lambda out: out[:, 1:], r"expected shape \[6, 256\], got \[6, 255\]"),
+        (lambda out: out[:1], r"expected shape \[6, 256\], got \[1, 256\]"),
+        (lambda out: None, "expected a tensor, got NoneType"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_said(spoil, said):
+    reference, answer = _both(SHAPE.request(dtype="fp32"))
+    assert reference.check(answer) == reference.error(answer)
+    with pytest.raises(WrongResultError, match=f"^wrong result: {said}$"):
+        reference.check(spoil(answer))
 
 
 def test_only_the_first_tokens_of_many_are_compared():
     request = SHAPE.request(dtype="fp32")
     reference, answer = _both(request, num_tokens=40)
     answer[35] = torch.nan
-    assert reference.error(answer) < 1e-5
+    assert reference.check(answer) < 1e-5
     answer[31] = 0.0
     assert reference.error(answer) > 0.01

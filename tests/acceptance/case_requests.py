@@ -1,0 +1,95 @@
+"""A case's spec (see `case_lib`) as a request of the layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import torch
+from checkpoints import has_bias, layer_quant, values_per_element
+
+from moe_core import ExpertPlacement, LayerRequest, Workload
+from moe_core.activation import ActivationSpec
+
+DTYPES = {"float32": ("fp32", torch.float32), "bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16)}
+ACTIVATIONS = {
+    "swiglu": ActivationSpec(),
+    "geglu": ActivationSpec(kind="gelu"),
+    "geglu_tanh": ActivationSpec(kind="gelu_tanh"),
+    "swiglu_oai": ActivationSpec(alpha=1.702, limit=7.0, beta=1.0),
+    "swiglu_limit": ActivationSpec(limit=7.0),
+    "swiglu_step": ActivationSpec(limit=7.0, clamp="after"),
+    **{kind: ActivationSpec(kind=kind, gated=False) for kind in ("relu2", "gelu", "gelu_tanh", "silu", "relu")},
+}
+
+
+def activation(spec: dict[str, Any]) -> ActivationSpec:
+    """What lies between the projections, with the spec's parameters where the kind has them."""
+    if spec["activation"] not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {spec['activation']!r}; known: {', '.join(ACTIVATIONS)}")
+    default = ACTIVATIONS[spec["activation"]]
+    changed = {"alpha": spec.get("alpha", default.alpha)} if default.alpha != 1.0 else {}
+    if default.limit is not None:
+        limit = spec.get("limit", default.limit)
+        # The oracle's word for no clamp.
+        changed |= {"limit": None, "clamp": "before"} if limit == math.inf else {"limit": limit}
+    return attrs.evolve(default, **changed)
+
+
+def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
+    """The request of a case's spec."""
+    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
+    limit = spec.get("max_dispatch_tokens_per_rank")
+    return LayerRequest(
+        num_experts=_num_experts(spec),
+        top_k=_top_k(spec),
+        hidden_size=_hidden_size(spec),
+        intermediate_size=_intermediate_size(spec),
+        activation=activation(spec),
+        dtype=name,
+        quant=layer_quant(spec["ckpt"], name),
+        bias=has_bias(spec["ckpt"]),
+        weight_on_input=spec.get("weight_on_input", False),
+        deterministic=spec.get("deterministic", False),
+        workloads=[Workload(max_tokens=limit)],
+        placement=_placement(spec.get("eplb")),
+        tp_size=spec.get("tp", 1),
+        **more,
+    )
+
+
+def _top_k(spec: dict[str, Any]) -> int:
+    """Slots of a token in one call; what has more is summed over calls."""
+    slots = spec["ids"].shape[1] if "ids" in spec else 1
+    return max(1, min(int(slots), _num_experts(spec)))
+
+
+def _hidden_size(spec: dict[str, Any]) -> int:
+    if "x" in spec:
+        return int(spec["x"].shape[1])
+    ckpt = spec["ckpt"]
+    return int(ckpt["w2"].shape[2 if ckpt["orientation"] == "in_out" else 1])
+
+
+def _num_experts(spec: dict[str, Any]) -> int:
+    """How many experts ids tell apart; where a checkpoint says what lies in which place, ids are those of places."""
+    places = spec["ckpt"].get("p2l")
+    return int(spec["num_experts"]) if places is None else len(places)
+
+
+def _placement(eplb: dict[str, Any] | None) -> ExpertPlacement:
+    """Routed experts may have copies; the always-on ones follow them, once each."""
+    if eplb is None:
+        return ExpertPlacement()
+    return ExpertPlacement("map", [int(expert) for expert in (*eplb["phys_to_log"], *eplb.get("shared", ()))])
+
+
+def _intermediate_size(spec: dict[str, Any]) -> int:
+    ckpt, halves = spec["ckpt"], 2 if activation(spec).gated else 1
+    is_turned = ckpt["orientation"] == "in_out"
+    rows = None if ckpt.get("w13") is None else ckpt["w13"].shape[2 if is_turned else 1]
+    if rows is None or rows % halves:
+        # The layer is to refuse what w13 is, not this function.
+        return int(ckpt["w2"].shape[1 if is_turned else 2] * values_per_element(ckpt))
+    return int(rows // halves)
