@@ -48,7 +48,7 @@ from moe_core.request import LayerRequest
 from moe_core.testing import Kit
 from moe_core.tuning.ceilings import measure_ceilings
 from moe_core.tuning.layers import Batches, random_weights, release_memory
-from moe_core.tuning.reference import Reference, tolerance
+from moe_core.tuning.reference import Reference
 from moe_core.tuning.timing import prepare, take_turns
 
 TOKENS = COUNTS[-1]
@@ -185,7 +185,7 @@ def measure(sizes: tuple[int, ...], dtype: str, bytes_per_us: float, counts: Seq
         "aim us": round(aim, 1),
         "within aim": times["deep_gemm"].microseconds <= aim,
         "error": {name: [float(f"{e:.2g}") for e in found] for name, found in errors.items()},
-        "right": all(e < tolerance(request) for found in errors.values() for e in found),
+        "right": all(e < reference.tolerance for found in errors.values() for e in found),
     }
 
 

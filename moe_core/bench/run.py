@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import attrs
 
@@ -264,27 +262,13 @@ def _prepared(sweep: Sweep, bound: Bound, reference: Reference, row: Row) -> _En
 
 def _timed(sweep: Sweep, entries: Sequence[_Entry]) -> list[Row]:
     """The rows of several that take turns, in their order; one that fails in a turn has none any more."""
+    ready = {str(place): entry.ready for place, entry in enumerate(entries) if entry.ready is not None}
     problems: dict[str, str] = {}
-    ready = {
-        str(place): attrs.evolve(entry.ready, sample=partial(_sample, entry.ready, str(place), problems))
-        for place, entry in enumerate(entries)
-        if entry.ready is not None
-    }
-    timings = take_turns(ready, sweep.repeats, sweep.seconds)
+    timings = take_turns(
+        ready, sweep.repeats, sweep.seconds, lambda place, error: problems.update({place: _problem(error)})
+    )
+    rows = {str(place): entry.row for place, entry in enumerate(entries)}
     return [
-        attrs.evolve(entry.row, problem=problems[place])
-        if place in problems
-        else attrs.evolve(entry.row, timing=timings.get(place))
-        for place, entry in zip(map(str, range(len(entries))), entries, strict=True)
+        attrs.evolve(row, timing=timings.get(place), problem=problems.get(place, row.problem))
+        for place, row in rows.items()
     ]
-
-
-def _sample(ready: Prepared, place: str, problems: dict[str, str]) -> float:
-    """A sample of what has not failed before; an error goes to `problems`."""
-    if place in problems:
-        return math.nan
-    try:
-        return ready.sample()
-    except BaseException as error:
-        problems[place] = _problem(error)
-        return math.nan

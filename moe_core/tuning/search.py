@@ -11,7 +11,7 @@ import torch
 from moe_core.bound import BoundExperts
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line, in_a_line
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line, in_a_line, is_interrupt
 from moe_core.manager import BackendManager
 from moe_core.measurements import MeasurementTable, Time
 from moe_core.payloads import PreparedWeights, RawWeights, Tensor
@@ -124,7 +124,7 @@ class LayerSearch:
         for candidate in self.candidates:
             try:
                 layers[candidate.full_name] = self._bind(candidate)
-            except Exception as error:
+            except BaseException as error:
                 self._fail(candidate.full_name, error)
         return layers
 
@@ -147,7 +147,7 @@ class LayerSearch:
             yield self._step(count, repeats, seconds)
 
     def _step(self, count: int, repeats: int, seconds: float) -> Step:
-        batches, reference = self._inputs(count)
+        (batches, reference), where = self._inputs(count), f"T={count}: "
         takers = {
             c.full_name for c in self.candidates if c.declared_max_tokens is None or count <= c.declared_max_tokens
         }
@@ -161,14 +161,15 @@ class LayerSearch:
                 samples = [ready[name].sample() for _ in range(_FIRST_SAMPLES)]
                 reference.check(ready[name].outputs[0] if ready[name].outputs else layer(*batches.one(0)))
                 first[name] = min(samples)
-            except Exception as error:
+            except BaseException as error:
                 ready.pop(name, None)
-                self._fail(name, error, f"T={count}: ")
+                self._fail(name, error, where)
         fastest = min(first.values(), default=0.0)
         # Times rank only where what the tiers would choose has one.
         usual = self.candidates[0].full_name
         slow = {n: time / fastest for n, time in first.items() if time > HOPELESS * fastest and n != usual}
-        timings = take_turns({name: r for name, r in ready.items() if name not in slow}, repeats, seconds)
+        turns = {name: r for name, r in ready.items() if name not in slow}
+        timings = take_turns(turns, repeats, seconds, lambda name, error: self._fail(name, error, where))
         for name, ratio in slow.items():
             self.problems[name] = f"{ratio:.0f} times slower than the fastest at T={count}"
         timings |= {name: Timing((first[name],), ready[name].method) for name in slow}
@@ -194,7 +195,9 @@ class LayerSearch:
             self._weights[key] = self._manager.process_weights(plan, RawWeights(tensors=self._tensors), None)
         return BoundExperts(plan, self._weights[key], self._manager)
 
-    def _fail(self, name: str, error: Exception, where: str = "") -> None:
+    def _fail(self, name: str, error: BaseException, where: str = "") -> None:
+        if is_interrupt(error):
+            raise error
         self.problems[name] = f"{where}{in_a_line(error)}"
         if isinstance(error, WrongResultError):
             self._wrong.add(name)

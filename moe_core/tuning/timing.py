@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from moe_core.errors import MoeCoreError
+from moe_core.errors import MoeCoreError, is_interrupt
 from moe_core.vocabulary import require_word
 
 Call: TypeAlias = Callable[[], Any]
@@ -147,21 +147,34 @@ def _captured(calls: Sequence[Call]) -> Prepared:
     return Prepared(sample, GRAPH, outputs)
 
 
-def take_turns(prepared: Mapping[str, Prepared], repeats: int = 15, seconds: float | None = None) -> dict[str, Timing]:
+def take_turns(
+    prepared: Mapping[str, Prepared],
+    repeats: int = 15,
+    seconds: float | None = None,
+    failed: Callable[[str, BaseException], None] | None = None,
+) -> dict[str, Timing]:
     """Samples of several, in turns: a change of the machine's load meets all of them.
 
     Args:
         prepared: Name -> what is timed.
         repeats: Samples of each.
         seconds: Take no further samples after this time, but at least three of each.
+        failed: Told of the name and of anything but the user's interrupt that a sample raises: that one has no timing,
+            the others go on. None ends with the error.
     """
     samples: dict[str, list[float]] = {name: [] for name in prepared}
     start = time.perf_counter()
     for done in range(repeats):
         if seconds is not None and done >= _FEWEST and time.perf_counter() - start > seconds:
             break
-        for name, ready in prepared.items():
-            samples[name].append(ready.sample())
+        for name in [*samples]:
+            try:
+                samples[name].append(prepared[name].sample())
+            except BaseException as error:
+                if failed is None or is_interrupt(error):
+                    raise
+                del samples[name]
+                failed(name, error)
     return {name: Timing(tuple(taken), prepared[name].method) for name, taken in samples.items()}
 
 

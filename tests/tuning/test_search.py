@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_what_fails_is_reported_and_left_out(manager: BackendManager, clock: Clo
     assert second.problems["toy:broken.fused"] == "T=16: ZeroDivisionError: division by zero"
     assert third.problems["toy:broken.fused"] == second.problems["toy:broken.fused"]
     assert ("broken", 32) not in clock.calls
+
+
+@pytest.mark.parametrize("good_calls", [0, 6])
+def test_what_exits_or_fails_in_a_turn_is_left_out_as_any_other(
+    manager: BackendManager, clock: Clock, monkeypatch: pytest.MonkeyPatch, good_calls: int
+) -> None:
+    calls = itertools.count()
+
+    def answer(right: torch.Tensor) -> torch.Tensor:
+        if next(calls) >= good_calls:
+            raise SystemExit(3)
+        return right
+
+    monkeypatch.setitem(RESULTS, "quick", answer)
+    (step,) = LayerSearch(manager, LAYER, CPU).steps([1])
+    assert step.problems["toy:quick.fused"] == "T=1: SystemExit: 3"
+    assert "toy:quick.fused" not in step.microseconds
+    assert len(step.microseconds) > 1
 
 
 @pytest.mark.parametrize("factor", [0.9, torch.nan])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -65,6 +67,22 @@ def test_turns_alternate_between_those_that_are_timed(clock):
     timings = take_turns(ready, repeats=2)
     assert order == ["a", "b", "a", "b"]
     assert {name: len(timed.samples) for name, timed in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_what_fails_in_a_turn_has_no_timing_and_an_interrupt_ends(clock):
+    def failing(error):
+        calls = itertools.count()
+        return prepare([lambda: next(calls) < 3 or (_ for _ in ()).throw(error)], "cpu")
+
+    told = []
+    ready = {"a": prepare([int], "cpu"), "b": failing(SystemExit(1)), "c": prepare([int], "cpu")}
+    timings = take_turns(ready, repeats=4, failed=lambda *of_it: told.append(of_it))
+    assert {name: len(timed.samples) for name, timed in timings.items()} == {"a": 4, "c": 4}
+    assert [(name, type(error)) for name, error in told] == [("b", SystemExit)]
+    with pytest.raises(KeyboardInterrupt):
+        take_turns({"b": failing(KeyboardInterrupt())}, repeats=4, failed=lambda *of_it: None)
+    with pytest.raises(ValueError, match="no tile"):
+        take_turns({"b": failing(ValueError("no tile"))}, repeats=4)
 
 
 def test_a_time_limit_leaves_three_samples():
