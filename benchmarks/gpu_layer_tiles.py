@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +23,7 @@ import attrs
 import torch
 import triton
 import typer
-from gpu_tiles import TOLERANCE, compile_only, written
+from gpu_tiles import TOLERANCE, compile_only, precompile, written
 
 from moe_core import MoELayer, RawWeights
 from moe_core.backends.triton import device, tiles
@@ -89,13 +86,6 @@ def rows_per_tile(mean: float) -> tuple[int, ...]:
 
 
 # --- compiling
-
-
-def precompile(jobs: list[tuple[str, str, TilePair]]) -> list[str]:
-    """Compile in worker processes that need no GPU; returns what failed."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context, initializer=_compile_only) as pool:
-        return [error for error in pool.map(_compile, jobs, chunksize=2) if error]
 
 
 def _compile_only() -> None:
@@ -247,8 +237,7 @@ def main(
     began = time.perf_counter()
     wanted = cells or list(CELLS)
     jobs = [*dict.fromkeys(job for cell in wanted for job in jobs_of(cell))]
-    for error in precompile(jobs):
-        print("does not compile:", error, flush=True)
+    precompile(jobs, _compile, _compile_only)
     print(f"{len(jobs)} pairs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     log: list[dict[str, Any]] = []

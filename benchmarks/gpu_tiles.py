@@ -16,9 +16,9 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import attrs
 import torch
@@ -99,6 +99,9 @@ def _cut(operands: str) -> Iterator[Tile]:
         if n < 256:
             yield Tile(128, n, 128, warps, 3, tma=True)
     yield from (Tile(256, n, 64, 8, s, tma=True) for n in (64, 128) for s in (3, 4))
+
+
+_Job = TypeVar("_Job")
 
 
 class Problem:
@@ -188,11 +191,18 @@ class Problem:
         return mine, result
 
 
-def precompile(jobs: list[tuple[str, tuple[str, ...], bool, Tile]]) -> list[str]:
-    """Compile in worker processes that need no GPU; returns what failed."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context, initializer=compile_only) as pool:
-        return [error for error in pool.map(_compile, jobs, chunksize=2) if error]
+def precompile(jobs: Sequence[_Job], compiled: Callable[[_Job], str], begin: Callable[[], None] | None = None) -> None:
+    """Compile every job in worker processes that need no GPU, and print what does not.
+
+    Args:
+        jobs: What `compiled` takes, of the module's top level; it returns what failed.
+        compiled: Launches the job's kernels, which compiles them.
+        begin: What workers run first, `compile_only` or more.
+    """
+    context, workers = multiprocessing.get_context("spawn"), max(1, (os.cpu_count() or 2) - 1)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=begin or compile_only) as pool:
+        for error in filter(None, pool.map(compiled, jobs, chunksize=2)):
+            print("does not compile:", error, flush=True)
 
 
 def compile_only() -> None:
@@ -315,8 +325,7 @@ def main(
         for second in (False, True)
         for tile in candidates(operands, second)
     ]
-    for error in precompile(jobs):
-        print("does not compile:", error, flush=True)
+    precompile(jobs, _compile)
     print(f"{len(jobs)} candidates compiled after {time.perf_counter() - began:.0f} s", flush=True)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, multiprocessors, flush=True)

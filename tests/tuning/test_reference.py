@@ -54,21 +54,23 @@ def test_biases_interleaved_rows_no_gate_and_weights_on_inputs(fields):
 def test_rounded_activations_are_within_the_tolerance_and_not_far_from_it(name):
     request = SHAPE.request(quant=SCHEMES[name])
     reference, answer = _both(request, num_tokens=32)
-    assert reference.tolerance / 4 < reference.error(answer) < reference.tolerance / 1.5
+    assert reference.tolerance / 8 < reference.error(answer) < reference.tolerance
+    # The other layer rounds alike.
+    assert reference._errors(answer)[1] < reference.tolerance / 4
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_block128", "mxfp4"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128", "fp8_tensor_static", "mxfp4"])
 def test_swapped_halves_are_beyond_the_tolerance(name):
     request = SHAPE.request(quant=SCHEMES[name])
     weights = random_weights(request, "cpu")
     swapped = {
-        key: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) if key.startswith("w13") else tensor
+        key: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) if key.startswith("w13") and tensor.dim() > 1 else tensor
         for key, tensor in weights.items()
     }
     inputs = Batches.random(request, 6, "cpu", num_sets=1).one(0)
-    wrong = Reference(request, swapped, inputs)._want
+    wrong = Reference(request, swapped, inputs)._answers
     reference = Reference(request, weights, inputs)
-    assert reference.error(wrong) > 1.5 * reference.tolerance
+    assert all(min(reference._errors(each)) > 1.5 * reference.tolerance for each in wrong)
 
 
 @pytest.mark.parametrize("name", ["int8_row_static", "fp8_tensor_static", "w4afp8"])
