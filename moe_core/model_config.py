@@ -33,7 +33,7 @@ SIZE_NAMES = {
         "moe_k",
         "top_k",
     ),
-    "hidden_size": ("moe_latent_size", "moe_hidden_size", "hidden_size"),
+    "hidden_size": ("moe_latent_size", "moe_hidden_size", "routed_expert_hidden_size", "hidden_size"),
     "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
 _QUANT_NAMES = ("quantization_config", "compression_config")

@@ -96,7 +96,8 @@ class LayerRequest:
         weight_on_input: Whether the router weight multiplies the expert's input instead of its output.
         post_norm: Whether a norm follows each expert.
         ep_size: Expert-parallel ranks.
-        tp_size: Tensor-parallel ranks; the result is then a partial sum that the caller reduces.
+        tp_size: Tensor-parallel ranks; the result is then a partial sum that the caller reduces. Activations of the
+            second projection are rounded by the scales of a rank's own channels.
         placement: Which rank owns which expert, and how many copies there are.
         token_placement: `distributed` (each rank brings its own tokens) or `replicated` (every rank of the group has
             all of them and returns its part of the sum).

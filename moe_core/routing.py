@@ -10,6 +10,7 @@ One value (`RoutingSpec`) and one function (`route`) cover the routers of the co
 | Llama-4 | `RoutingSpec(top_k=k, scoring="sigmoid", renormalize=False)` |
 | MiniMax-M2 | `RoutingSpec(top_k=k, scoring="sigmoid")` and a correction bias |
 | DeepSeek-V3, GLM-4-MoE | as MiniMax-M2, with `n_group`, `topk_group` and `routed_scaling_factor` |
+| DeepSeek-V4, where experts are not looked up by token id | as MiniMax-M2, with `scoring="sqrtsoftplus"` |
 
 Letters: `T` tokens, `E` experts, `K` top-k, `G` groups.
 """
@@ -26,9 +27,12 @@ from moe_core.kernels.checks import can_assert
 from moe_core.payloads import Tensor
 from moe_core.vocabulary import at_least, instance_of, one_of
 
-#: What an expert's score is: its probability among all experts, its own sigmoid, or the bare logit, which
-#: becomes a probability among the chosen experts only.
-SCORINGS = ("softmax", "sigmoid", "topk_softmax")
+#: What an expert's score is: its probability among all experts, its own sigmoid, the bare logit, which becomes a
+#: probability among the chosen experts only, or the square root of `log(1 + exp(logit))`.
+SCORINGS = ("softmax", "sigmoid", "topk_softmax", "sqrtsoftplus")
+
+#: A logit below which `log(1 + exp(logit))` is `exp(logit)`, in fp64 too, and above whose size the logit itself.
+_FAR = 40.0
 
 
 @attrs.frozen(kw_only=True)
@@ -145,6 +149,8 @@ def _best(choice: Tensor, count: int) -> Tensor:
 def _scores(logits: Tensor, scoring: str) -> Tensor:
     if scoring == "sigmoid":
         return torch.sigmoid(logits)
+    if scoring == "sqrtsoftplus":
+        return _softplus(logits).sqrt()
     # A row of nothing but -inf has no softmax; its experts all score 0.
     return torch.softmax(logits, dim=-1).nan_to_num(nan=0.0) if scoring == "softmax" else logits
 
@@ -154,13 +160,25 @@ def _weigh(logits: Tensor, topk_ids: Tensor, spec: RoutingSpec) -> Tensor:
     if spec.scoring == "topk_softmax" or spec.renormalize:
         # Dividing scores by their sum is a softmax of their logarithms, which cannot divide 0 by 0 when all of
         # them underflow. The logarithm of a softmax is the logit plus a constant of the row, which cancels.
-        log_scores = torch.nn.functional.logsigmoid(chosen) if spec.scoring == "sigmoid" else chosen
-        weights = torch.softmax(log_scores, dim=-1)
-    elif spec.scoring == "sigmoid":
-        weights = torch.sigmoid(chosen)
+        weights = torch.softmax(_log_scores(chosen, spec.scoring), dim=-1)
+    elif spec.scoring in ("sigmoid", "sqrtsoftplus"):
+        weights = _scores(chosen, spec.scoring)
     else:
         weights = torch.exp(chosen - torch.logsumexp(logits, dim=-1, keepdim=True))
     return torch.where(torch.isneginf(chosen), 0.0, weights)
+
+
+def _log_scores(logits: Tensor, scoring: str) -> Tensor:
+    """Logarithms of the scores, up to a constant of the row."""
+    if scoring == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits)
+    if scoring == "sqrtsoftplus":
+        return torch.where(logits < -_FAR, logits, _softplus(logits.clamp(min=-_FAR)).log()) * 0.5
+    return logits
+
+
+def _softplus(logits: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(logits, threshold=_FAR)
 
 
 def _check_tensors(logits: Tensor, correction_bias: Tensor | None, valid: Tensor | None) -> None:

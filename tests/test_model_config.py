@@ -30,6 +30,12 @@ def test_the_experts_own_intermediate_size_wins():
     assert only_request(changed(moe_intermediate_size=48)).intermediate_size == 48
 
 
+@pytest.mark.parametrize("name", ["moe_latent_size", "moe_hidden_size", "routed_expert_hidden_size"])
+def test_the_width_of_experts_that_see_less_than_the_model(name):
+    assert only_request(BASE).hidden_size != 48
+    assert only_request(changed(**{name: 48})).hidden_size == 48
+
+
 @pytest.mark.parametrize(
     ("changes", "activation"),
     [

@@ -14,7 +14,7 @@ from reference_moe import route as oracle_route
 
 from moe_core.errors import InputError, SpecError
 from moe_core.kernels import checks
-from moe_core.routing import RoutingSpec, route
+from moe_core.routing import SCORINGS, RoutingSpec, route
 
 # Logits reach about +-8 here. An exponential turns their fp32 rounding (6e-8 relative) into up to 8 x 6e-8, and two
 # or three of those meet in a weight.
@@ -137,7 +137,31 @@ def test_scores_that_saturate_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["unbiased", "biased"])
+def test_roots_of_softplus(renormalize: bool, with_bias: bool) -> None:
+    logits = torch.cat([random_logits(20, 64), 60 * random_logits(20, 64, seed=1)]).double()
+    bias = random_logits(64, seed=2).double() if with_bias else torch.zeros(64).double()
+    # Far below zero they are roots of exponentials.
+    scores = torch.where(logits < -40, torch.exp(logits), torch.log1p(torch.exp(logits))).sqrt()
+    expected_ids = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :6]
+    expected = scores.gather(1, expected_ids)
+    expected = 1.5 * (expected / expected.sum(1, keepdim=True) if renormalize else expected)
+    spec = RoutingSpec(top_k=6, scoring="sqrtsoftplus", renormalize=renormalize, routed_scaling_factor=1.5)
+    topk_ids, topk_weights = route(logits.float(), spec, correction_bias=bias.float() if with_bias else None)
+    assert torch.equal(topk_ids, expected_ids)
+    torch.testing.assert_close(topk_weights.double(), expected, rtol=RTOL, atol=1e-30)
+
+
+def test_roots_of_softplus_that_underflow_keep_their_ratio() -> None:
+    logits = torch.tensor([[-400.0, -401.0, -500.0]])
+    topk_ids, topk_weights = route(logits, RoutingSpec(top_k=2, scoring="sqrtsoftplus"))
+    assert topk_ids.tolist() == [[0, 1]]
+    expected = torch.softmax(torch.tensor([[-200.0, -200.5]]), dim=-1)
+    torch.testing.assert_close(topk_weights, expected, rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scoring", SCORINGS)
 def test_barred_experts_weigh_nothing(scoring: str, renormalize: bool) -> None:
     spec = RoutingSpec(top_k=2, scoring=scoring, renormalize=renormalize)
     logits = torch.full((2, 4), -math.inf)
@@ -216,6 +240,13 @@ def _deepseek_v3(renormalize: bool) -> tuple[Any, RoutingSpec]:
     return m.DeepseekV3TopkRouter(config), RoutingSpec(top_k=4, scoring="sigmoid", renormalize=renormalize, **routing)
 
 
+def _deepseek_v4() -> tuple[Any, RoutingSpec]:
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as m
+
+    config = m.DeepseekV4Config(**_sizes(n_routed_experts=32, num_experts_per_tok=6, routed_scaling_factor=1.5))
+    return m.DeepseekV4TopKRouter(config), RoutingSpec(top_k=6, scoring="sqrtsoftplus", routed_scaling_factor=1.5)
+
+
 @pytest.mark.parametrize(
     ("router", "spec"),
     [
@@ -225,6 +256,7 @@ def _deepseek_v3(renormalize: bool) -> tuple[Any, RoutingSpec]:
         pytest.param(*_gpt_oss(), id="gpt-oss"),
         pytest.param(*_deepseek_v3(True), id="deepseek-v3"),
         pytest.param(*_deepseek_v3(False), id="deepseek-v3-raw"),
+        pytest.param(*_deepseek_v4(), id="deepseek-v4"),
     ],
 )
 def test_equals_the_router_of_transformers(router: torch.nn.Module, spec: RoutingSpec) -> None:
@@ -245,6 +277,7 @@ COMPILED_SPECS = [
     RoutingSpec(top_k=2, renormalize=False),
     RoutingSpec(top_k=3, scoring="topk_softmax"),
     RoutingSpec(top_k=3, scoring="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5),
+    RoutingSpec(top_k=3, scoring="sqrtsoftplus"),
 ]
 
 
@@ -305,7 +338,7 @@ def test_no_host_sync_on_an_accelerator(spec: RoutingSpec) -> None:
 def test_nan_is_a_device_side_assert_on_an_accelerator() -> None:
     # In a process of its own: the assertion makes the CUDA context unusable.
     code = (
-        "import torch; from moe_core.routing import RoutingSpec, route; "
+        "import torch; from moe_core.routing import SCORINGS, RoutingSpec, route; "
         "route(torch.full((2, 4), float('nan'), device='cuda'), RoutingSpec(top_k=1)); torch.cuda.synchronize()"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -362,7 +395,7 @@ def test_spec_and_experts_that_do_not_fit(spec: RoutingSpec, num_experts: int, m
         (dict(logits=torch.full((30, 4), math.inf)), r"rows 0, 1, 2, 3, 4, 5, 6, 7 and 22 more of 30"),
     ],
 )
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("scoring", SCORINGS)
 def test_route_refuses(tensors: dict[str, torch.Tensor], message: str, scoring: str) -> None:
     with pytest.raises(InputError, match=message):
         route(**{"logits": torch.zeros(3, 4), **tensors}, spec=RoutingSpec(top_k=2, scoring=scoring))

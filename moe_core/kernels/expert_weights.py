@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import torch
 
+from moe_core.kernels.activation_rounding import ActivationRounder
 from moe_core.kernels.dequantize import Tile, WeightReader, num_columns
 from moe_core.kernels.number_formats import movable
-from moe_core.kernels.quantize import ActivationRounder
 from moe_core.payloads import ActivationFn, PostNormFn, Tensor
 from moe_core.quant import WHOLE, QuantScheme
 from moe_core.vocabulary import FLOAT_DTYPES

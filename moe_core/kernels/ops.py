@@ -23,9 +23,9 @@ from moe_core.activation import ActivationSpec
 from moe_core.errors import InputError
 from moe_core.kernels import activation as torch_activation
 from moe_core.kernels import checks as torch_checks
-from moe_core.kernels import codes as torch_codes
 from moe_core.kernels import combine as torch_combine
 from moe_core.kernels import permute as torch_permute
+from moe_core.kernels import quantize as torch_quantize
 from moe_core.kernels.on_device import on_device
 from moe_core.kernels.permute import Permutation
 from moe_core.kernels.scale_layouts import code_format
@@ -91,7 +91,8 @@ def permute_contiguous(
         topk_ids: `[T, K]` as in `sort_by_expert`.
         num_experts: Local experts `L`.
         alignment: Every group is padded to a multiple of it: 128 for many grouped GEMMs.
-        row_weights: `[T, K]`, multiplies each float row in fp32, rounded once; None for plain copies.
+        row_weights: `[T, K]`, multiplies each float row in fp32, rounded once to the tokens' dtype; None for plain
+            copies. Of rows that become codes afterwards, give the tokens as fp32: rounded twice, they get others.
         scales: `[T, G]` of quantized tokens, of one or four bytes each, any strides; `[T, 1]` for one per token.
         column_major: Whether the rows' `scales` come out with stride 1 along the rows, padded to 16 bytes (as in
             `column_128` and `ue8m0_128`), instead of row by row; not beside `token_dtype`, which says it.
@@ -221,7 +222,7 @@ def quantize(
     """
     _check_rows(rows, real, activation)
     if not _rounds_in_triton(rows, token_dtype):
-        return torch_codes.quantize(rows, token_dtype, activation=activation, real=real)
+        return torch_quantize.quantize(rows, token_dtype, activation=activation, real=real)
     from moe_core.kernels.triton import quantize as triton_quantize
 
     with on_device(rows.device):
@@ -324,7 +325,7 @@ def _check_rounding(
     if column_major:
         raise InputError(f"column_major: {token_dtype} says how its scales lie; leave it out, or name another layout")
     if row_weights is not None:
-        raise InputError("row_weights multiply rows before they are rounded: `quantize` them afterwards")
+        raise InputError("row_weights multiply rows before they are rounded: give fp32 tokens, and `quantize` the rows")
 
 
 def _are_codes(tensor: Tensor) -> bool:

@@ -24,12 +24,15 @@ class Permutation:
         group_ends: `[L]` int32, row after each expert's group, padded to the alignment.
         row_map: `[T, K]` int32, row of each slot, -1 for a slot without expert.
         num_rows: Rows to allocate: at least the last group end.
+        order: `[T * K]` int64, the slots in the order of their rows and then those without, where no group is padded;
+            None where it is not known.
     """
 
     num_tokens_per_expert: Tensor
     group_ends: Tensor
     row_map: Tensor
     num_rows: int
+    order: Tensor | None = None
 
 
 def max_rows(num_slots: int, num_experts: int, alignment: int) -> int:
@@ -62,7 +65,7 @@ def permute(topk_ids: Tensor, num_experts: int, alignment: int = 1) -> Permutati
     row = torch.where(expert < num_experts, row, -1)
     row_map = torch.empty_like(row).scatter_(0, order, row).view(topk_ids.shape)
     num_rows = _num_rows(topk_ids.numel(), num_experts, alignment, ends)
-    return Permutation(counts, ends, row_map, num_rows)
+    return Permutation(counts, ends, row_map, num_rows, order if alignment == 1 else None)
 
 
 def _sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +85,7 @@ def _num_rows(num_slots: int, num_experts: int, alignment: int, ends: Tensor) ->
 
 def gather_rows(hidden_states: Tensor, permutation: Permutation) -> Tensor:
     """`[T, H]` -> `[R, H]`: each slot's token at its row. Rows without a slot hold some token, to be ignored."""
-    source = _source(permutation.row_map, permutation.num_rows)
-    return movable(hidden_states).index_select(0, source).view(hidden_states.dtype)
+    return movable(hidden_states).index_select(0, _source(permutation)).view(hidden_states.dtype)
 
 
 def gather_row_values(values: Tensor, permutation: Permutation) -> Tensor:
@@ -204,8 +206,11 @@ def _target(row_map: Tensor, num_rows: int) -> Tensor:
     return torch.where(flat < 0, num_rows, flat)
 
 
-def _source(row_map: Tensor, num_rows: int) -> Tensor:
+def _source(permutation: Permutation) -> Tensor:
     """Token of each row, some token where no slot has the row."""
+    row_map, num_rows, order = permutation.row_map, permutation.num_rows, permutation.order
+    if order is not None and num_rows <= order.shape[0]:
+        return order[:num_rows].div(max(1, row_map.shape[1]), rounding_mode="trunc")
     token = torch.arange(row_map.shape[0], device=row_map.device).view(-1, 1).expand(row_map.shape)
     source = token.new_zeros(num_rows + 1)
     return source.scatter_(0, _target(row_map, num_rows), token.reshape(-1))[:-1]

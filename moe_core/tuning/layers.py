@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from moe_core.errors import MoeCoreError
+from moe_core.kernels.activation_rounding import LARGEST
 from moe_core.kernels.number_formats import E4M3_MAX
-from moe_core.kernels.quantize import LARGEST
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest

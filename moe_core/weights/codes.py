@@ -37,6 +37,14 @@ def unpack(stored: Tensor, axis: int, bits: int, places: tuple[int, ...] = ()) -
     return octets.movedim(-1, axis)
 
 
+def raised(words: Tensor, bits: int) -> Tensor:
+    """int32 words whose codes were stored less one (GPTQ's first format) -> those of the codes.
+
+    Writers subtract from whole words, so that a code of 0 borrows from its neighbour; adding to whole words gives back.
+    """
+    return words + 0xFFFFFFFF // ((1 << bits) - 1)
+
+
 def pack(codes: Tensor, axis: int = -1) -> Tensor:
     """4-bit codes, one to a byte -> two to a byte, the first of neighbours along `axis` in the low nibble.
 

@@ -6,7 +6,7 @@ import torch
 
 from moe_core.errors import WeightsError
 from moe_core.payloads import Tensor
-from moe_core.weights.codes import exponent_bytes, pack, sign_bit, unpack
+from moe_core.weights.codes import exponent_bytes, pack, raised, sign_bit, unpack
 from moe_core.weights.reads import Read
 from moe_core.weights.spans import Cut
 
@@ -118,20 +118,15 @@ def scale_values(values: Tensor, name: str, dtype: str) -> Tensor:
 
 
 def zero_point(values: Tensor, read: Read) -> Tensor:
-    """The zero points of a band's tiles `[rows, columns]`, int8, shifted as codes are.
-
-    Raises:
-        WeightsError: One lies past the largest code.
-    """
+    """The zero points of a band's tiles `[rows, columns]`, int8, shifted as codes are."""
     rows, columns = _cuts(read)
     bits = read.part.storage.scheme.weight_bits
     if read.per > 1:
-        values = unpack(values, 0 if read.tensor.packed == "rows" else 1, bits, read.tensor.places)
+        words = raised(values, bits) if read.tensor.lowered else values
+        values = unpack(words, 0 if read.tensor.packed == "rows" else 1, bits, read.tensor.places)
     kept = columns.of(rows.of(values, 0), 1).to(torch.int16)
     if read.tensor.unsigned:
-        kept = kept - sign_bit(bits) + int(read.tensor.lowered)
-    if bool((kept > 127).any()):
-        raise WeightsError(f"{read.name}: a zero point past the largest code")
+        kept = kept - sign_bit(bits)
     return kept.to(torch.int8)
 
 

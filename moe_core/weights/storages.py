@@ -35,7 +35,7 @@ class StoredTensor:
         packed: Axis along which one stored element may hold several values: `rows`, `columns` or none.
         blocked: Packed as `[rows, columns / 32, 16 bytes]`.
         unsigned: Codes with the zero in the middle; else two's complement, or fp4.
-        lowered: Every code is stored less one.
+        lowered: Every code is stored less one, whole words at a time.
         places: Where code i of a word lies, if not at i.
         divides: Stored as a divisor.
         dtypes: Allowed ones; none: those of the scheme.

@@ -127,7 +127,7 @@ def stored_layout(ckpt: dict[str, Any]) -> StoredLayout:
 def canonical_tensors(ckpt: dict[str, Any], dtype: torch.dtype, gated: bool) -> Tensors:
     """Tensors of all places for experts by canonical names: rows as `stored_layout` says, scales in their own tiles."""
     stored = {
-        name: tensor.float() if tensor.dtype == torch.float64 and ckpt["fmt"] != "plain" else tensor
+        name: tensor.float() if tensor.dtype == torch.float64 and _is_cast(name, ckpt["fmt"]) else tensor
         for name, tensor in ckpt.items()
         if isinstance(tensor, torch.Tensor) and name not in ("b13", "b2", "p2l")
     }
@@ -146,6 +146,11 @@ def canonical_tensors(ckpt: dict[str, Any], dtype: torch.dtype, gated: bool) -> 
         tensors |= _biases(ckpt, tensors, dtype, gated)
     places = ckpt.get("p2l")
     return tensors if places is None else {name: tensor[places] for name, tensor in tensors.items()}
+
+
+def _is_cast(name: str, kind: str) -> bool:
+    """Whether fp64 becomes fp32 at once; divisors do as multipliers."""
+    return kind != "plain" and not (kind == "nvfp4_ct" and name.endswith("_global"))
 
 
 def _biases(ckpt: dict[str, Any], tensors: Tensors, dtype: torch.dtype, gated: bool) -> Tensors:
@@ -243,7 +248,9 @@ def _inverse(divisor: torch.Tensor) -> torch.Tensor:
     exact = 1.0 / divisor.double()
     nearest = exact.float()
     beyond = torch.nextafter(nearest, torch.where(exact > nearest, torch.inf, 0.0).float())
-    return torch.where(nearest == exact, nearest, beyond)
+    # A divisor in fp64 may be the inverse of a number of fp32, but for its own rounding.
+    is_number = (nearest == exact) | ((exact - nearest).abs() <= 2.0**-50 * exact.abs())
+    return torch.where(is_number, nearest, beyond)
 
 
 _READERS = {

@@ -59,6 +59,23 @@ def test_every_format_on_one_rank(mode: str, weight_on_input: bool, dtype: str) 
     assert rel(output.double(), exact(request, tensors, tokens)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_weighted_rows_become_codes_in_one_rounding(mode: str) -> None:
+    codes = TokenDtype("fp8", "column_128")
+    permutation = local.LocalPermutation(num_local_experts=3, row_alignment=8, weight_on_input=True, codes=codes)
+    x, ids, weights = torch.randn(9, 256).bfloat16(), torch.randint(-1, 3, (9, 2)), torch.rand(9, 2)
+    # A block holds a token once.
+    ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
+    tokens, (row_map, on_output) = getattr(permutation, mode)(x, ids, weights)
+    rows, scales = tokens.hidden_states.flatten(0, -2), tokens.scales.flatten(0, -2)
+    assert on_output is None
+    for token, slot in (ids >= 0).nonzero().tolist():
+        want, want_scale = ops.quantize((x[token] * weights[token, slot, None])[None].float(), codes)
+        row = row_map[token, slot]
+        assert torch.equal(rows[row].float(), want[0].float())
+        assert torch.equal(scales[row], want_scale[0])
+
+
 def _fields(request: LayerRequest) -> dict[str, object]:
     return {
         name: getattr(request, name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "bias")

@@ -17,6 +17,7 @@ from moe_core.bench.memory import held_bytes
 from moe_core.errors import ResolutionError
 from moe_core.payloads import Tensor
 from moe_core.quant import FP8_BLOCK128, NVFP4, LayerQuant
+from moe_core.weights.loading import cut
 
 #: Widths that no group of 32 and no tile of 128 divides.
 _BASE = LayerRequest(num_experts=4, top_k=3, hidden_size=72, intermediate_size=48, dtype="fp32")
@@ -83,6 +84,35 @@ def test_router_weights_on_the_input(name: str) -> None:
     # Powers of two: weighting the input in the layer's dtype is then exact.
     tokens = hidden_states, topk_ids, torch.exp2(topk_weights.log2().round())
     assert _error(build(request, tensors), request, meaning, tokens) < _TOLERANCE[request.dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "whole_groups"),
+    [
+        ("nvfp4", 2, True),
+        ("nvfp4", 4, False),
+        ("mxfp4", 3, True),
+        ("mxfp4", 2, False),
+        ("w4a4_int4", 2, False),
+        ("w8a8_int8", 2, False),
+    ],
+)
+def test_shares_round_their_own_channels(name: str, tp_size: int, whole_groups: bool) -> None:
+    request = attrs.evolve(_request(QUANTS[name]), intermediate_size=96, hidden_size=64)
+    tensors, meaning = random_quantized(request)
+    tokens = random_tokens(request, 32)
+    unrounded = oracle.layer(*tokens, {name: meaning[name] for name in ("w13", "w2")}, request.activation)
+    # Cut as well: static scales of several experts become one.
+    whole = build(request, cut(tensors, request))(*tokens).double()
+    split = attrs.evolve(request, tp_size=tp_size)
+    parts = [build(split, cut(tensors, split, rank))(*tokens).double() for rank in range(tp_size)]
+    apart = oracle.relative_error(sum(parts), whole)
+    if whole_groups:
+        assert apart < _TOLERANCE["fp32"]
+    else:
+        # Other roundings, and no worse ones.
+        assert apart > _TOLERANCE["fp32"]
+        assert oracle.relative_error(sum(parts), unrounded) < 1.02 * oracle.relative_error(whole, unrounded)
 
 
 @pytest.mark.parametrize("name", QUANTS)

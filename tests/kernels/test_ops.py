@@ -14,7 +14,7 @@ from oracle import activate, relative_error
 from moe_core.activation import GEGLU, GEGLU_TANH, RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import InputError, SpecError
 from moe_core.kernels import ops
-from moe_core.kernels.quantize import ActivationRounder
+from moe_core.kernels.activation_rounding import ActivationRounder
 from moe_core.payloads import ContiguousTokens, MaskedTokens, Tensor
 from moe_core.quant import SCHEMES
 from moe_core.specs import TokenDtype
@@ -418,7 +418,7 @@ def test_codes_are_not_rounded_as_if_they_were_values(dtype: torch.dtype) -> Non
             "scales of groups",
         ),
         (lambda x, ids, w: ops.permute_masked(x, ids, 3, 4, scales=w, token_dtype=_FP8), "token_dtype: float tokens"),
-        (lambda x, ids, w: ops.permute_contiguous(x, ids, 3, row_weights=w, token_dtype=_FP8), "`quantize` them after"),
+        (lambda x, ids, w: ops.permute_contiguous(x, ids, 3, row_weights=w, token_dtype=_FP8), "`quantize` the rows"),
         (lambda x, ids, w: ops.permute_masked(x[:, :0], ids, 3, 4), "hidden_states: expected [T, H] with H >= 1"),
         (lambda x, ids, w: ops.permute_contiguous(x[:, :0], ids, 3, token_dtype=_FP8), "got [3, 0]"),
         (

@@ -50,9 +50,13 @@ def test_strided_ids_give_the_same_rows() -> None:
     assert torch.equal(permute(ids, 6).row_map, permute(strided, 6).row_map)
 
 
-def test_gathered_rows_and_values_belong_to_their_slots() -> None:
+@pytest.mark.parametrize(("alignment", "spare"), [(4, 0), (1, 0), (1, -2), (1, 5)])
+def test_gathered_rows_and_values_belong_to_their_slots(alignment: int, spare: int) -> None:
     ids, x, values = _ids(12, 3, 5), torch.randn(12, 8), torch.rand(12, 3)
-    permutation = permute(ids, 5, 4)
+    # As many slots without a row as there may be rows too few.
+    ids[:2, 0] = -1
+    permutation = permute(ids, 5, alignment)
+    permutation.num_rows += spare
     rows, row_values = gather_rows(x, permutation), gather_row_values(values, permutation)
     assert rows.shape == (permutation.num_rows, 8)
     for t, k in (ids >= 0).nonzero().tolist():

@@ -191,6 +191,32 @@ def test_projections_that_differ_have_no_common_scheme() -> None:
         QuantScheme.from_hf(_listing("experts.down_proj"), EXPERTS)
 
 
+def _compressed(target: str, *ignored: str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": [target], "weights": weights, "format": "mxfp4-pack-quantized"}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": list(ignored)}
+
+
+@pytest.mark.parametrize("block", ["block_sparse_moe", "feed_forward", "ffn", "mlp"])
+@pytest.mark.parametrize("called", ["its own name", "mlp"])
+def test_blocks_by_the_names_of_transformers_classes(block: str, called: str) -> None:
+    word = "mlp" if called == "mlp" else block
+    config = _compressed(rf"re:.*{word}\.experts\.[0-9]+\.(gate|up|down)_proj$", f"model.layers.4.{word}.experts")
+    found = [read_layer(config, f"model.layers.{layer}.{block}.experts", num_experts=8) for layer in (3, 4)]
+    assert [layer.w13.storage for layer in found] == ["compressed_tensors_mxfp4", "plain"]
+
+
+def test_experts_by_the_names_of_a_tool_that_takes_them_apart() -> None:
+    config = _compressed(r"re:.*block_sparse_moe\.experts\.\d+\..*_proj$")
+    assert read_layer(config, "model.layers.3.block_sparse_moe", num_experts=8).w2.storage == "compressed_tensors_mxfp4"
+
+
+def test_a_dense_block_of_the_other_name_is_not_meant() -> None:
+    config = _compressed("Linear", "re:.*mlp.*", r"re:.*mlp\.(gate|up|down)_proj$")
+    for block in ("block_sparse_moe", "block_sparse_moe.experts"):
+        assert read_layer(config, f"model.layers.3.{block}").w2.storage == "compressed_tensors_mxfp4"
+
+
 NUMBER = 6
 
 

@@ -112,7 +112,7 @@ def _integers(
     top = 16 if scheme.weight_dtype == "int4" else 256
     codes = _codes(g, rows, columns, 0, top - 1)
     scale = _scales(g, size, "fp32").half()
-    zeros = torch.randint(1, top - 1, size, generator=g) if scheme.zero_point else torch.full(size, top // 2)
+    zeros = torch.randint(0, top, size, generator=g) if scheme.zero_point else torch.full(size, top // 2)
     block = scheme.weight_block
     values = (codes - spread(zeros, block, rows, columns)) * spread(scale.double(), block, rows, columns)
     return codes, scale, zeros, values

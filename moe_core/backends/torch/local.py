@@ -72,16 +72,16 @@ class LocalPermutation:
         """`[T, H]` -> rows grouped by expert."""
         on_input, on_output = self._sides(topk_weights)
         tokens, row_map = ops.permute_contiguous(
-            hidden_states,
+            self._to_move(hidden_states),
             local_ids,
             self.num_local_experts,
             alignment=self.row_alignment,
             row_weights=on_input,
-            token_dtype=self.codes if on_input is None else None,
+            token_dtype=self._codes_of_tokens,
         )
-        if self.codes is not None and tokens.scales is None:
+        if self._codes_of_rows is not None:
             real = ops.row_experts(tokens.num_tokens_per_expert, tokens.group_ends, tokens.hidden_states.shape[0])
-            tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=real)
+            tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self._codes_of_rows, real=real)
         return tokens, (row_map, on_output)
 
     def masked(
@@ -94,20 +94,36 @@ class LocalPermutation:
         num_rows = self._rows_per_expert(local_ids)
         on_input, on_output = self._sides(topk_weights)
         tokens, row_map = ops.permute_masked(
-            hidden_states,
+            self._to_move(hidden_states),
             local_ids,
             self.num_local_experts,
             num_rows,
             row_weights=on_input,
-            token_dtype=self.codes if on_input is None else None,
+            token_dtype=self._codes_of_tokens,
         )
-        if self.codes is not None and tokens.scales is None:
-            tokens.hidden_states, tokens.scales = ops.quantize(tokens.hidden_states, self.codes, real=tokens.masked_m)
+        if self._codes_of_rows is not None:
+            tokens.hidden_states, tokens.scales = ops.quantize(
+                tokens.hidden_states, self._codes_of_rows, real=tokens.masked_m
+            )
         if can_fail and (local_ids.device.type != "cpu" or torch.compiler.is_compiling()):
             torch._assert_async(
                 (tokens.masked_m <= num_rows).all(), "an expert has more rows than tokens: repeated expert ids"
             )
         return tokens, (row_map, on_output)
+
+    @property
+    def _codes_of_tokens(self) -> TokenDtype | None:
+        """What tokens are rounded to on the way, once each."""
+        return None if self.weight_on_input else self.codes
+
+    @property
+    def _codes_of_rows(self) -> TokenDtype | None:
+        """What rows are rounded to, once they have been multiplied by their weights."""
+        return self.codes if self.weight_on_input else None
+
+    def _to_move(self, hidden_states: Tensor) -> Tensor:
+        # Codes that are made of weighted rows in a narrower dtype would be others.
+        return hidden_states if self._codes_of_rows is None else hidden_states.float()
 
     def _sides(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The weights that multiply the experts' inputs, and those of their outputs: one of both."""

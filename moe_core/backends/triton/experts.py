@@ -57,6 +57,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
     activation = None if weights.activation is not None else request.activation
     # In the other formats the dispatcher applies the weights, on whichever side.
     weight_on_input = request.weight_on_input and format_ in ("standard", "fused")
+    dtype = TORCH_DTYPES[request.dtype]
     # Nobody has looked at the ids before a fused runner; on a GPU its first kernel does.
     is_unchecked = format_ == "fused"
     table = _tile_table(request, device, w13, w2)
@@ -74,7 +75,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
             w13.weight,
             activation=activation,
             row_group=w13.group,
-            rounded_from=TORCH_DTYPES[request.dtype],
+            rounded_from=dtype,
             rounded_group=0 if activation is None else w2.rounded_group,
         ),
         second=gemm(w2.weight, row_group=w2.group),
@@ -82,7 +83,8 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
         module=_without_gradients(weights.activation),
         post_norm=_without_gradients(weights.post_norm),
         weight_on_input=weight_on_input,
-        row_dtype=torch.float32 if request.dtype == "fp16" else TORCH_DTYPES[request.dtype],
+        dtype=dtype,
+        row_dtype=torch.float32 if request.dtype == "fp16" else dtype,
         check_on_host=is_unchecked and is_cpu,
         check_on_device=is_unchecked and not is_cpu,
         pdl=device.pdl,
@@ -120,6 +122,7 @@ class TritonExperts:
         module: The model's own callable, `[rows, 2I]` (`[rows, I]` when not gated) -> `[rows, I]`, or None.
         post_norm: `[rows, H] -> [rows, H]` after the second projection, or None.
         weight_on_input: The router weight multiplies the input of the first projection; then not the output.
+        dtype: Of the layer.
         row_dtype: Of the rows before they are summed; wider than fp16, whose largest number they may exceed.
         check_on_host: Whether ids are checked before any launch, which reads them.
         check_on_device: Whether the first launch checks them.
@@ -136,6 +139,7 @@ class TritonExperts:
     module: ActivationFn | None
     post_norm: PostNormFn | None
     weight_on_input: bool
+    dtype: torch.dtype
     row_dtype: torch.dtype
     check_on_host: bool
     check_on_device: bool
@@ -196,7 +200,10 @@ class TritonExperts:
     def _rows_of_tokens(self, hidden_states: Tensor, slots: SortedSlots, weights: Tensor, pair: TilePair) -> Tensor:
         # What a row is multiplied or divided by may depend on its slot, so that a token is several rows.
         if self.weight_on_input or self.w13.input_scale is not None:
-            rows = gather_rows(hidden_states, slots, weights.contiguous() if self.weight_on_input else None)
+            on_input = weights.contiguous() if self.weight_on_input else None
+            # Codes that are made of rows that were rounded before would be others.
+            is_rounded_later = on_input is not None and self.w13.rounds_to is not None
+            rows = gather_rows(hidden_states, slots, on_input, torch.float32 if is_rounded_later else None)
             inside = self._first(rows, slots.tiles, pair)
         else:
             inside = self._first(hidden_states, slots.tiles, pair, slots)
@@ -213,7 +220,7 @@ class TritonExperts:
         )
         gather: dict[str, Any] = {} if slots is None else {"order": slots.order, "top_k": slots.row_map.shape[1]}
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
-        inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else None)
+        inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else self.dtype)
         inside_scale = self.w2.new_scale(inside) if rounds else None
         self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, **gather)
         if rounds:

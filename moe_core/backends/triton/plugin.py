@@ -121,7 +121,9 @@ def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: Prepa
     """Canonical weights are read as they are."""
     # A layout tag means one layout in every plugin, and this one has its making there.
     from moe_core.backends.torch.weights import prepare
+    from moe_core.backends.triton.weights import check_scales
 
+    check_scales(weights.tensors, plan.request.local_quant)
     return prepare(plan, weights, out)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import torch
 
+from moe_core.errors import WeightsError
 from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.quantize import quantize_rows
 from moe_core.kernels.triton.sort import RowTiles
-from moe_core.kernels.triton.weights import GroupedWeight
+from moe_core.kernels.triton.weights import INT4_SCALE_LIMIT, GroupedWeight
 from moe_core.payloads import PreparedWeights, Tensor, bias_name
-from moe_core.quant import WHOLE, QuantScheme
+from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 
 _PACKING = {"int4": "int4", "fp4": "e2m1"}
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -75,6 +78,19 @@ def projection(weights: PreparedWeights, name: str, scheme: QuantScheme) -> Proj
         group=max(0, int(scheme.activation_group)),
         input_scale=weights.get(f"{name}_input_scale"),
     )
+
+
+def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant) -> None:
+    """Raise `WeightsError` where canonical `tensors` have scales inside rows that are too large for their kernels."""
+    for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
+        if scheme.weight_dtype != "int4" or scheme.scales_whole_rows:
+            continue
+        scale = tensors[f"{name}_scale"]
+        if bool((scale.abs() >= INT4_SCALE_LIMIT).any()):
+            raise WeightsError(
+                f"{name}_scale: up to {float(scale.float().abs().amax()):.3g}, and runner triton multiplies int4 by "
+                f"scales below {INT4_SCALE_LIMIT:.3g}; check the checkpoint, or choose runner torch"
+            )
 
 
 def operands_of(w13: QuantScheme, w2: QuantScheme) -> str:

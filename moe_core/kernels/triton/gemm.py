@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_core.activation import ActivationSpec
-from moe_core.kernels.codes import CODE_MAX, CODE_MIN
+from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.triton.activation import activation_constants
 from moe_core.kernels.triton.gemm_kernel import grouped_gemm
 from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned

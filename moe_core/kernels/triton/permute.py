@@ -26,15 +26,22 @@ _COPY_BLOCK, _COPY_WARPS = 2048, 4
 _EXPERT_ROWS = 256
 
 
-def gather_rows(hidden_states: Tensor, slots: SortedSlots, row_weights: Tensor | None = None) -> Tensor:
+def gather_rows(
+    hidden_states: Tensor,
+    slots: SortedSlots,
+    row_weights: Tensor | None = None,
+    weighted_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`[T, H]` -> `[R, H]`: each slot's token at its row; rows without a slot are not written.
 
     Args:
         hidden_states: Tokens.
         slots: `sort_slots` of their ids; padded groups give `contiguous` rows, `rows_per_expert` gives `masked` ones.
-        row_weights: `[T, K]`, multiplied in fp32 and rounded once; None for a plain copy.
+        row_weights: `[T, K]`, multiplied in fp32; None for a plain copy.
+        weighted_dtype: What their products are rounded to; None for the tokens' dtype.
     """
-    return _copy_tokens(hidden_states, slots.row_map, (slots.order.shape[0],), row_weights)[0]
+    size = (slots.order.shape[0],)
+    return _copy_tokens(hidden_states, slots.row_map, size, row_weights, weighted_dtype=weighted_dtype)[0]
 
 
 def permute_contiguous(
@@ -114,10 +121,11 @@ def _copy_tokens(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     column_major: bool = False,
+    weighted_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows `[*size, H]` and their scales, by a row map into the flattened rows."""
     num_tokens, width = hidden_states.shape
-    out = hidden_states.new_empty((*size, width))
+    out = hidden_states.new_empty((*size, width), dtype=weighted_dtype)
     if scales is None:
         bits, row_scales = None, None
     else:

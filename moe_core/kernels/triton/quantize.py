@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_core.activation import ActivationSpec
-from moe_core.kernels.codes import CODE_MAX, CODE_MIN
+from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.scale_layouts import PACKED_SCALES, block_strides, code_format
 from moe_core.kernels.triton.activation import activation_constants, load_activated
 from moe_core.kernels.triton.interpreter import narrow

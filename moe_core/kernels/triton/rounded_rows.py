@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_core.kernels.codes import CODE_MAX, CODE_MIN
+from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.scale_layouts import block_strides, code_format
 from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.quantize import codes_of, dynamic_scale, power_of_two_above, program_of, store_scales

@@ -12,6 +12,10 @@ from moe_core.kernels.triton.interpreter import as_operand, narrow
 from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
+#: Sizes of scales of int4 are below it: they are multiplied by up to 2**22 (`_int4`). e2m1 takes all that fp32 has.
+#: Reading codes as fractions beside a power of two would lift this, with an instruction more for each code.
+INT4_SCALE_LIMIT = 2.0**106
+
 
 @attrs.define(eq=False, kw_only=True)
 class GroupedWeight:
@@ -21,7 +25,8 @@ class GroupedWeight:
         data: `[L, N, C]` as stored, any strides (4-bit: uint8 `[L, N, C / 2]`, the first value in the low nibble).
         packing: `plain`, `int4` (two's complement) or `e2m1`.
         bias: `[L, N]` or None.
-        scale: `[L, N / rows, C / columns]` as `block` says, None where no scale is needed inside a row.
+        scale: `[L, N / rows, C / columns]` as `block` says, None where no scale is needed inside a row; of int4 below
+            `INT4_SCALE_LIMIT`.
         block: (rows, columns) of the weight that share a scale; columns 0 means all.
         zero_point: int8 of the same shape, `[L, N, 1]` without `scale`, subtracted from the stored integers, or None.
         row_scale: `[L, N]` fp32, contiguous, what multiplies the outputs, or None.

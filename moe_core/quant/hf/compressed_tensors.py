@@ -5,8 +5,11 @@ Source: the configuration classes of the compressed-tensors package, 0.9 to 0.20
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import attrs
 
 from moe_core.quant.hf.compressed_args import activation_fields, weight_fields
 from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, tables, text
@@ -40,6 +43,8 @@ _FORMATS = {
 }
 #: Classes as targets: linear layers are what experts were made of, whichever class holds them now.
 _EXPERTS_CLASSES = ("Linear", "LinearBase", "FusedMoE", "MoEGMM")
+#: Blocks of checkpoints that transformers' classes, and with them tools that quantize its models, call `mlp`.
+_RENAMED_BLOCKS = ("block_sparse_moe", "feed_forward", "ffn")
 _OTHER_CLASSES = ("Embedding", "LMHead", "Attention", "Conv1d", "Conv2d", "Conv3d", "LayerNorm", "RMSNorm")
 
 
@@ -51,15 +56,34 @@ def read_compressed_tensors(config: Mapping[str, Any], weight: Weight) -> Stored
         value = table(config, field, weight)
         if value and value.get("format") != "dense":
             raise weight.error(f"{field} is not understood and changes numbers: {value!r}")
-    if is_listed(weight, names_in(config, "ignore", weight=weight)):
+    called = _as_called(config, weight)
+    if is_listed(called, names_in(config, "ignore", weight=weight)):
         return weight.unquantized()
-    group = _group_of(config, weight)
+    group = _group_of(config, called)
     if group is None or group.get("weights") is None:
         if group is not None and group.get("input_activations") is not None:
             raise weight.error("quantizes activations and not weights, which has no scheme")
         return weight.unquantized()
     form = text(group, "format", weight)
     return _read_group(group, text(config, "format", weight) if form is None else form, weight)
+
+
+def _as_called(config: Mapping[str, Any], weight: Weight) -> Weight:
+    """The weight by the name that the configuration has for experts, where its block is one of `_RENAMED_BLOCKS`."""
+    block = weight.experts.removesuffix(".experts")
+    head, _, word = block.rpartition(".")
+    if word not in _RENAMED_BLOCKS:
+        return weight
+    groups = tables(config, "config_groups", weight, "groups of arguments").values()
+    lists = [
+        names_in(config, "ignore", weight=weight),
+        *(names_in(group, "targets", weight=weight) for group in groups),
+    ]
+    named = "\n".join(entry for entries in lists for entry in entries if "experts" in entry)
+    for called in (word, "mlp"):
+        if re.search(rf"\b{called}\W+experts", named):
+            return attrs.evolve(weight, experts=f"{head}.{called}.experts")
+    return weight
 
 
 def _read_group(group: Mapping[str, Any], form: str | None, weight: Weight) -> StoredScheme:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.sort import group_tiles
 from moe_core.kernels.triton.tiles import Tile
-from moe_core.kernels.triton.weights import GroupedWeight
+from moe_core.kernels.triton.weights import INT4_SCALE_LIMIT, GroupedWeight
 
 EXPERTS, OUTPUTS = 2, 24
 #: A program per expert; more take the interpreter longer.
@@ -94,6 +95,29 @@ def test_scales(packing: str, kind: str, group: int) -> None:
     assert weight.stored().dtype == torch.int32
     # One product in fp32, one rounding to the dtype of the rows.
     want = (VALUES[packing][codes] * _spread(scale, group, inputs)).float().bfloat16()
+    assert _are_equal(_brought_out(weight, TILE), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packing", VALUES)
+def test_every_size_of_a_scale(packing: str, dtype: torch.dtype) -> None:
+    inputs, group, info = 256, 8, torch.finfo(dtype)
+    # Triton's interpreter takes what is below bf16's normal numbers for zero.
+    least = info.smallest_normal * (1.0 if dtype == torch.bfloat16 and DEVICE == "cpu" else info.eps)
+    # Products are finite.
+    largest = min(info.max / 256.0, INT4_SCALE_LIMIT * (1.0 - info.eps)) if packing == "int4" else info.max / 8.0
+    sizes = torch.exp2(torch.arange(math.log2(least), math.log2(largest), dtype=torch.float64))
+    sizes = torch.cat([sizes, 1.37 * sizes[:-1], -sizes, torch.tensor([largest])]).to(dtype)
+    shape = EXPERTS, OUTPUTS, inputs // group
+    scale = sizes.repeat(-(-math.prod(shape) // len(sizes)))[: math.prod(shape)].view(shape)
+    codes = _codes(inputs)
+    weight = GroupedWeight(data=_packed(codes).to(DEVICE), packing=packing, scale=scale.to(DEVICE), block=(1, group))
+    want = VALUES[packing][codes]
+    if packing == "int4":
+        zero = torch.randint(-128, 128, shape, dtype=torch.int8)
+        weight.zero_point = zero.to(DEVICE)
+        want -= _spread(zero, group, inputs)
+    want = (want * _spread(scale, group, inputs)).float().bfloat16()
     assert _are_equal(_brought_out(weight, TILE), want)
 
 

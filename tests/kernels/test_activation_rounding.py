@@ -12,7 +12,7 @@ import torch
 from quantized import round_exactly
 
 from moe_core.errors import InputError
-from moe_core.kernels.quantize import ActivationRounder
+from moe_core.kernels.activation_rounding import ActivationRounder
 from moe_core.payloads import Tensor
 from moe_core.quant import MXFP4_W4A16, MXFP8, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, WHOLE, QuantScheme
 
