@@ -1,11 +1,13 @@
 """Which tiles make whole layers on the Triton runner fastest, for the table of `moe_core.backends.triton.tiles`.
 
-Run: python benchmarks/gpu_layer_tiles.py "bf16:qwen3-30b-a3b:16,64,256"        (needs an NVIDIA GPU and a C compiler)
+Run: python benchmarks/gpu_layer_tiles.py "bf16:qwen3-30b-a3b:16,64,256" --runner triton.fused_panels
+(needs an NVIDIA GPU and a C compiler)
 
 `gpu_tiles.py` times GEMMs alone. With few rows, sorting, rounding and the ends of launches are a tenth of the time, and
 which tiles overlap with them best is seen in whole layers only. Candidates of the first GEMM take turns beside the
-table's second one, those of the second beside the best first one, and the best of both beside each other, all as
-captured graphs over several inputs. Prints medians; a candidate counts if its result is that of the table's own tiles.
+table's second one, those of the second beside the best first one, and the best of both beside each other, with and
+without a second one that waits for its own rows, all as captured graphs over several inputs. Prints medians; a
+candidate counts if its result is that of the table's own tiles.
 Every candidate is compiled beforehand, in as many processes as there are cores.
 """
 
@@ -30,6 +32,7 @@ from moe_core.backends.triton import device, tiles
 from moe_core.backends.triton.tiles import TilePair, TileTable
 from moe_core.bound import BoundExperts
 from moe_core.environment import load_environment
+from moe_core.kernels.panels import ROW_BYTES
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.manager import default_manager
 from moe_core.measurements import MeasurementTable
@@ -48,14 +51,15 @@ CELLS = (
 )
 #: Name of a scheme -> what both projections multiply.
 OPERANDS = {"bf16": "half", "fp8_block128": "byte", "w8a8_int8": "byte"}
+FUSED = "triton.fused"
 #: Kilobytes that a program takes of a multiprocessor's shared memory beside its steps, and those of all programs.
 _BESIDE, _SHARED = 2, 228
 
 
-def candidates(operands: str, m: int, halves: int) -> Iterator[Tile]:
+def candidates(operands: str, m: int, halves: int, panels: bool) -> Iterator[Tile]:
     """Tiles of `m` rows: steps of some sizes, as many in flight as leave room for one to four programs."""
     value = 2 if operands == "half" else 1
-    steps = (64, 128, 256) if operands == "half" else (128,)
+    steps = (ROW_BYTES // value,) if panels or operands != "half" else (64, 128, 256)
     for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         for k in steps if m < 64 else steps[:2]:
             step = k * value * (m + rows)
@@ -67,7 +71,7 @@ def candidates(operands: str, m: int, halves: int) -> Iterator[Tile]:
 def _fetched(tile: Tile, halves: int) -> Iterator[Tile]:
     """The ways to get the weights of a tile, and the rows of a second projection."""
     if tile.m < 64:
-        if tile.num_warps == 4 or tile.k == 128:
+        if tile.num_warps == 4 or tile.k == 128 or tile.n * halves == 256:
             yield attrs.evolve(tile, swap=True)
             yield attrs.evolve(tile, swap=True, tma=True)
         return
@@ -94,11 +98,11 @@ def _compile_only() -> None:
     device._INTERPRETED = attrs.evolve(device._INTERPRETED, pdl=True)
 
 
-def _compile(job: tuple[str, str, TilePair]) -> str:
-    scheme, shape, pair = job
+def _compile(job: tuple[str, str, str, TilePair]) -> str:
+    scheme, shape, runner, pair = job
     try:
         request = attrs.evolve(SHAPES[shape], num_experts=SHAPES[shape].top_k)
-        layer_request = request.request(quant=SCHEMES[scheme], runner_backend="triton")
+        layer_request = request.request(quant=SCHEMES[scheme], runner_backend=runner)
         wanted = expected_tensors(layer_request, request.top_k)
         tensors = {name: torch.zeros(each.shape, dtype=each.dtypes[0]) for name, each in wanted.items()}
         ids = torch.arange(request.top_k).repeat(2, 1)
@@ -116,7 +120,7 @@ def only(pair: TilePair | None) -> Iterator[None]:
     """Layers that are bound inside have these tiles at any number of rows; the table's for None."""
     kept = tiles.measured
     if pair is not None:
-        tiles.measured = lambda operands, device_name: {math.inf: pair}
+        tiles.measured = lambda *_: {math.inf: pair}
     try:
         yield
     finally:
@@ -133,9 +137,9 @@ def _written(pair: TilePair | None) -> str:
 class Race:
     """One layer with any tiles."""
 
-    def __init__(self, scheme: str, shape: str, log: list[dict[str, Any]]) -> None:
-        self.scheme, self.shape, self.log = scheme, shape, log
-        self.request = SHAPES[shape].request(quant=SCHEMES[scheme], runner_backend="triton")
+    def __init__(self, scheme: str, shape: str, runner: str, log: list[dict[str, Any]]) -> None:
+        self.scheme, self.shape, self.panels, self.log = scheme, shape, in_panels(runner), log
+        self.request = SHAPES[shape].request(quant=SCHEMES[scheme], runner_backend=runner)
         self.manager = default_manager()
         self.plan, _ = make_plan(self.manager, self.request, self.manager.probe("cuda"), MeasurementTable())
         raw = RawWeights(tensors=random_weights(self.request, "cuda"))
@@ -187,17 +191,32 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def starts(scheme: str, m: int, mean: float) -> TilePair:
+def in_panels(runner: str) -> bool:
+    """Whether this runner's weights lie in panels."""
+    return runner.endswith("_panels")
+
+
+def starts(scheme: str, m: int, mean: float, panels: bool) -> TilePair:
     """The table's tiles, or the first candidates where it has others of so many rows."""
     own = TileTable(
         operands=OPERANDS[scheme],
         shared_bytes=_SHARED << 10,
         descriptors=True,
         device_name=torch.cuda.get_device_name(),
+        panels=panels,
     ).choose(mean)
     if own[0].m == m:
         return own
-    return next(candidates(OPERANDS[scheme], m, 2)), next(candidates(OPERANDS[scheme], m, 1))
+    return next(candidates(OPERANDS[scheme], m, 2, panels)), next(candidates(OPERANDS[scheme], m, 1, panels))
+
+
+def both_ways(pair: TilePair) -> list[TilePair]:
+    """A pair whose second GEMM waits for the end of the first, and one where it waits for its own rows."""
+    first, second = pair
+    return [
+        (first, attrs.evolve(second, own_rows=False)),
+        (first, attrs.evolve(second, own_rows=True, tma_rows=False, resident=0)),
+    ]
 
 
 def search(race: Race, tokens: int, seconds: float) -> None:
@@ -206,29 +225,31 @@ def search(race: Race, tokens: int, seconds: float) -> None:
     mean = tokens * sizes.top_k / sizes.num_experts
     finals: list[TilePair] = []
     for m in rows_per_tile(mean):
-        first, second = starts(race.scheme, m, mean)
-        pairs = [(each, second) for each in candidates(operands, m, 2)]
+        first, second = starts(race.scheme, m, mean, race.panels)
+        pairs = [(each, second) for each in candidates(operands, m, 2, race.panels)]
         firsts = race.run(tokens, pairs, f"first GEMMs of {m} rows", seconds)
         first = firsts[0][0] if firsts else first
-        pairs = [(first, each) for each in candidates(operands, m, 1)]
+        pairs = [(first, each) for each in candidates(operands, m, 1, race.panels)]
         found = race.run(tokens, pairs, f"second GEMMs of {m} rows", seconds)
-        finals += [(one[0], other[1]) for one in firsts[:3] for other in found[:3]]
-    race.run(tokens, finals, "best of all", 2 * seconds)
+        finals += [pair for one in firsts[:3] for other in found[:3] for pair in both_ways((one[0], other[1]))]
+    race.run(tokens, [*dict.fromkeys(finals)], "best of all", 2 * seconds)
 
 
-def jobs_of(cell: str) -> Iterator[tuple[str, str, TilePair]]:
-    """All pairs to be compiled: every candidate of either GEMM once."""
+def jobs_of(cell: str, runner: str) -> Iterator[tuple[str, str, str, TilePair]]:
+    """All pairs to be compiled: every candidate of either GEMM once, second ones with both ways of waiting."""
     scheme, shape, counts = cell.split(":")
     sizes = SHAPES[shape]
     wanted = {m for count in counts.split(",") for m in rows_per_tile(int(count) * sizes.top_k / sizes.num_experts)}
     for m in sorted(wanted):
-        firsts, seconds = ([*candidates(OPERANDS[scheme], m, halves)] for halves in (2, 1))
+        firsts, seconds = ([*candidates(OPERANDS[scheme], m, halves, in_panels(runner))] for halves in (2, 1))
         for index in range(max(len(firsts), len(seconds))):
-            yield scheme, shape, (firsts[index % len(firsts)], seconds[index % len(seconds)])
+            for pair in both_ways((firsts[index % len(firsts)], seconds[index % len(seconds)])):
+                yield scheme, shape, runner, pair
 
 
 def main(
     cells: Annotated[list[str] | None, typer.Argument(help="scheme:shape:tokens,tokens,...; default: all.")] = None,
+    runner: Annotated[str, typer.Option(help="Whose tiles: a fused runner's, rows as stored or in panels.")] = FUSED,
     budget: Annotated[float, typer.Option(help="Seconds after which no further cell begins.")] = 270,
     seconds: Annotated[float, typer.Option(help="How long to time the candidates of one GEMM.")] = 2,
     output: Annotated[Path | None, typer.Option(help="File for all medians.")] = None,
@@ -236,14 +257,14 @@ def main(
     """Measure and print."""
     began = time.perf_counter()
     wanted = cells or list(CELLS)
-    jobs = [*dict.fromkeys(job for cell in wanted for job in jobs_of(cell))]
+    jobs = [*dict.fromkeys(job for cell in wanted for job in jobs_of(cell, runner))]
     precompile(jobs, _compile, _compile_only)
     print(f"{len(jobs)} pairs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     log: list[dict[str, Any]] = []
     for cell in wanted:
         scheme, shape, counts = cell.split(":")
-        race = Race(scheme, shape, log)
+        race = Race(scheme, shape, runner, log)
         for tokens in map(int, counts.split(",")):
             if time.perf_counter() - began > budget:
                 print(f"no time left for {cell}, {tokens} tokens", flush=True)

@@ -16,7 +16,7 @@ import attrs
 from moe_core.errors import SpecError, UnknownNameError, counted
 from moe_core.installed import installed_packages, programs_found, variables_set
 from moe_core.json_files import kind_of, read_json, shown
-from moe_core.vocabulary import as_sorted_tuple, instance_of, is_arch, is_device_type
+from moe_core.vocabulary import as_sorted_tuple, at_least, instance_of, is_arch, is_device_type
 
 if TYPE_CHECKING:
     from moe_core.requirement import Program
@@ -60,6 +60,7 @@ class Environment:
         arch: Device generation: `sm90`, `a3`; "" where the device type has none. Choosing checks it, too.
         device_name: For people.
         driver: Driver or toolkit version, for bug reports.
+        threads: Of a CPU: with how many torch computes in this program; 0 where nobody knows, and for other devices.
         packages: Sorted (import name, version) pairs; version "" if unknown. Absent means not installed.
         variables: Sorted (name, value) pairs of the environment variables that plugins' libraries read. Absent means
             not set.
@@ -72,6 +73,7 @@ class Environment:
     arch: str = attrs.field(default="", validator=is_arch)
     device_name: str = attrs.field(default="", validator=instance_of(str))
     driver: str = attrs.field(default="", validator=instance_of(str))
+    threads: int = attrs.field(default=0, validator=at_least(0))
     packages: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
     variables: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
     programs: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=_pairs, validator=_are_named)
@@ -81,9 +83,20 @@ class Environment:
         """Version of an import name: "" if unknown, None if it is not installed."""
         return dict(self.packages).get(module)
 
+    @property
+    def card(self) -> str:
+        """What is called the machine's card in messages, of a CPU with its threads: `AMD EPYC, 2 CPUs, 1 thread`."""
+        return ", ".join(filter(None, (self.device_name or self.arch or self.device_type, self.thread_words)))
+
+    @property
+    def thread_words(self) -> str:
+        """`1 thread`, "" where nobody knows."""
+        return counted(self.threads, "thread") if self.threads else ""
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` reads it back."""
-        return {**attrs.asdict(self), **{name: dict(getattr(self, name)) for name in _NAMED}}
+        """Plain data; `from_json` reads it back. Threads that nobody knows are left out."""
+        data = {**attrs.asdict(self), **{name: dict(getattr(self, name)) for name in _NAMED}}
+        return {name: value for name, value in data.items() if name != "threads" or value}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "by hand") -> Environment:
@@ -113,6 +126,10 @@ _EXAMPLES = {
 
 def _require_json(name: str, value: Any, where: str) -> None:
     """Raise `SpecError` unless a field of a file is of the right kind; what it says is checked with the values."""
+    if name == "threads":
+        if type(value) is not int:
+            raise SpecError(f"{where}: expected a whole number, got {kind_of(value)}")
+        return
     if name not in _EXAMPLES:
         if not isinstance(value, str):
             raise SpecError(f"{where}: expected a text, got {kind_of(value)}")
@@ -288,7 +305,7 @@ def probe_environment(
         source="probed",
     )
     if device == "cpu":
-        return attrs.evolve(described, device_name=_cpu_name())
+        return attrs.evolve(described, device_name=_cpu_name(), threads=torch.get_num_threads())
     if device == "meta":
         return described
     name = _device_name(device)

@@ -96,7 +96,7 @@ class Ranked:
         dtype: Its dispatch dtype.
         microseconds: Its time, None if none counted.
         provenance: Which measurement that is, "" if none counted.
-        quartiles: Those of its samples in microseconds, None if no time counted or they are not known.
+        bounds: Microseconds between which its median surely lies, None if no time counted or they are not known.
     """
 
     candidate: Candidate
@@ -104,7 +104,7 @@ class Ranked:
     dtype: DtypeChoice
     microseconds: float | None = None
     provenance: str = ""
-    quartiles: tuple[float, float] | None = None
+    bounds: tuple[float, float] | None = None
 
     @property
     def short_because(self) -> str:
@@ -118,9 +118,9 @@ class Ranked:
 
     def is_told_from(self, other: Ranked) -> bool:
         """Whether the samples of the two tell which is faster; what is not known of them speaks against nothing."""
-        if self.quartiles is None or other.quartiles is None:
+        if self.bounds is None or other.bounds is None:
             return True
-        return max(self.quartiles[0], other.quartiles[0]) > min(self.quartiles[1], other.quartiles[1])
+        return max(self.bounds[0], other.bounds[0]) > min(self.bounds[1], other.bounds[1])
 
 
 @attrs.frozen(kw_only=True)
@@ -166,7 +166,7 @@ class WorkloadDecision:
 
     @property
     def not_told_apart(self) -> tuple[Ranked, ...]:
-        """Those in the order that are as fast as the first for all that samples tell: their quartiles overlap."""
+        """Those in the order that are as fast as the first for all that samples tell: their bounds overlap."""
         if not self.ranked or not self.ranked[0].is_by_time:
             return ()
         first, *others = self.ranked

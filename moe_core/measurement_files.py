@@ -37,7 +37,7 @@ class MeasurementFile:
         plugins: Plugin name -> its distribution and version then.
         date: Day of the newest time, ISO 8601.
         times: Of one layer forward, by `shape_key`, full name of the candidate, and tokens. In the file each is a
-            number of microseconds or, with quartiles, the list `[median, low, high]`.
+            number of microseconds or, with its bounds, the list `[median, low, high]`.
     """
 
     environment: Environment
@@ -95,7 +95,7 @@ class MeasurementFile:
     @property
     def machine(self) -> str:
         """`NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-11-28`."""
-        return ", ".join(filter(None, (card_of(self.environment), _versions(self.environment), self.date)))
+        return ", ".join(filter(None, (self.environment.card, _versions(self.environment), self.date)))
 
     @property
     def num_times(self) -> int:
@@ -112,8 +112,8 @@ class MeasurementFile:
                 shape=shape,
                 num_tokens=num_tokens,
                 microseconds=time.microseconds,
-                quartiles=time.quartiles,
-                source=f"{source}, {card_of(self.environment)}, {self.date}",
+                bounds=time.bounds,
+                source=f"{source}, {self.environment.card}, {self.date}",
             )
             for shape, of_shape in self.times.items()
             for candidate, times in of_shape.items()
@@ -140,7 +140,7 @@ def plugins_of(candidate: str) -> list[str]:
 
 def changes_since(then: Environment, now: Environment) -> Iterator[str]:
     """What differs between the machine that was measured and this one; packages that came since do not count."""
-    for field in ("device_type", "arch", "device_name", "driver"):
+    for field in ("device_type", "arch", "device_name", "driver", "threads"):
         before, after = getattr(then, field), getattr(now, field)
         if before != after:
             yield f"{field} {before or 'unknown'} there, {after or 'unknown'} here"
@@ -151,17 +151,17 @@ def changes_since(then: Environment, now: Environment) -> Iterator[str]:
 
 
 def is_of_card(measured: Environment, asked: Environment) -> bool:
-    """Whether times of one machine may speak for another: `NVIDIA H100` is any H100, but a PCIe card is no SXM one."""
+    """Whether times of one machine may speak for another: `NVIDIA H100` is any H100, but a PCIe card is no SXM one.
+
+    A CPU with another number of threads is another one, unless nobody knows the number of either.
+    """
     if (measured.device_type, measured.arch) != (asked.device_type, asked.arch):
+        return False
+    if measured.threads and asked.threads and measured.threads != asked.threads:
         return False
     one, other = measured.device_name.split(), asked.device_name.split()
     common = min(len(one), len(other))
     return common > 0 and one[:common] == other[:common]
-
-
-def card_of(environment: Environment) -> str:
-    """What is called the machine's card in messages: its name, or what is known instead."""
-    return environment.device_name or environment.arch or environment.device_type
 
 
 def _text(path: Path) -> str:
@@ -183,7 +183,7 @@ def _read_time(data: JsonValue) -> Time:
         return Time(data.above_zero())
     numbers = [number.above_zero() for number in data.elements()]
     if len(numbers) != 3 or not numbers[1] <= numbers[0] <= numbers[2]:
-        raise SpecError(f"{data.place}: expected [median, low quartile, high quartile], got {numbers}")
+        raise SpecError(f"{data.place}: expected [median, low bound, high bound], got {numbers}")
     median, low, high = numbers
     return Time(median, (low, high))
 
@@ -205,8 +205,8 @@ def _times_text(times: Mapping[int, Time]) -> str:
 
 
 def _time_json(time: Time) -> float | list[float]:
-    median, *quartiles = [float(f"{number:.4g}") for number in (time.microseconds, *(time.quartiles or ()))]
-    return [median, *quartiles] if quartiles else median
+    median, *bounds = [float(f"{number:.4g}") for number in (time.microseconds, *(time.bounds or ()))]
+    return [median, *bounds] if bounds else median
 
 
 def _versions(environment: Environment) -> str:

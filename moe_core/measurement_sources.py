@@ -1,8 +1,8 @@
 """Where measured times come from: the user's file, which `moe-core tune` writes, and those that ship with the package.
 
-The user's counts only where nothing has changed since: card, driver, versions. A shipped one counts for its card,
-whatever the versions: kernels change, their order on one card seldom does, and the decision says what it was measured
-with. A file that does not fit is reported and not used: no cache may keep a layer from being planned.
+The user's counts only where nothing has changed since: card, driver, threads of a CPU, versions. A shipped one counts
+for its card, whatever the versions: kernels change, their order on one card seldom does, and the decision says what it
+was measured with. A file that does not fit is reported and not used: no cache may keep a layer from being planned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import attrs
 
 from moe_core.environment import Environment
 from moe_core.errors import SpecError
-from moe_core.measurement_files import MeasurementFile, card_of, changes_since, is_of_card
+from moe_core.measurement_files import MeasurementFile, changes_since, is_of_card
 from moe_core.measurements import MeasurementTable
 
 SHIPPED = Path(__file__).parent / "tables"
@@ -33,12 +33,33 @@ class MeasurementWarning(UserWarning):
 
 
 def user_file(environment: Environment) -> Path:
-    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`; one file for each card."""
+    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`.
+
+    One file for each card, and of a CPU for each number of threads.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     # Where nobody knows a home it stays a relative path, at which nothing lies.
     base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))
-    words = " ".join(filter(None, (environment.device_type, environment.arch, environment.device_name)))
+    parts = (environment.device_type, environment.arch, environment.device_name, environment.thread_words)
+    words = " ".join(filter(None, parts))
     return base / "moe-core" / "measurements" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+
+
+def older_file(environment: Environment) -> Path | None:
+    """The user's times from before threads were told apart, as long as there are none with this number of them."""
+    if not environment.threads or _state(user_file(environment)) is not None:
+        return None
+    older = _without_threads(environment)
+    return None if _state(older) is None else older
+
+
+def older_file_problem(path: Path) -> str:
+    """Why the times of `older_file` do not count."""
+    return f"measurements {path}: with how many threads they were taken is not known; run moe-core tune again"
+
+
+def _without_threads(environment: Environment) -> Path:
+    return user_file(attrs.evolve(environment, threads=0))
 
 
 def default_measurements(environment: Environment, plugins: Mapping[str, str]) -> MeasurementTable:
@@ -51,7 +72,7 @@ def default_measurements(environment: Environment, plugins: Mapping[str, str]) -
     Returns:
         The table; its origins tell what is in it and what was ignored. Ignoring a file also warns.
     """
-    files = (user_file(environment), *sorted(SHIPPED.glob("*.json")))
+    files = (older_file(environment) or user_file(environment), *sorted(SHIPPED.glob("*.json")))
     states = tuple((path, state) for path in files if (state := _state(path)) is not None)
     table, problems = _known(states, environment, tuple(sorted(plugins.items())))
     for problem in problems:
@@ -67,8 +88,7 @@ def explicit_measurements(path: Path, environment: Environment) -> MeasurementTa
     """
     file = MeasurementFile.read(path)
     if not is_of_card(file.environment, environment):
-        asked = card_of(environment)
-        raise SpecError(f"measurements {path}: they are of {card_of(file.environment)}, the machine is {asked}")
+        raise SpecError(f"measurements {path}: they are of {file.environment.card}, the machine is {environment.card}")
     return file.table(path.name)
 
 
@@ -84,6 +104,8 @@ def _known(
         try:
             if path == own:
                 found, problem = _own(path, environment, dict(plugins))
+            elif path == _without_threads(environment):
+                raise SpecError(older_file_problem(path))
             else:
                 found, problem = _shipped(path, environment), ""
         except SpecError as error:

@@ -27,11 +27,11 @@ def _is_time(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None
         raise SpecError(f"Measurement, field 'microseconds': expected a finite number > 0, got {value!r}")
 
 
-def _are_quartiles(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+def _are_bounds(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is None:
         return
     if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_positive, value)) and value[0] <= value[1]):
-        raise SpecError(f"Measurement, field 'quartiles': expected (low, high) with 0 < low <= high, got {value!r}")
+        raise SpecError(f"Measurement, field 'bounds': expected (low, high) with 0 < low <= high, got {value!r}")
 
 
 def _is_positive(value: Any) -> bool:
@@ -43,12 +43,12 @@ class Time(NamedTuple):
 
     Attributes:
         microseconds: The median of the samples.
-        quartiles: Microseconds that a quarter of the samples is below, and a quarter above; None where the samples are
-            not known, or were too few to say.
+        bounds: Microseconds between which the median of more samples would lie, as far as those that were taken tell;
+            None where they are not known, or are one.
     """
 
     microseconds: float
-    quartiles: tuple[float, float] | None = None
+    bounds: tuple[float, float] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +62,7 @@ class Measurement:
         num_tokens: T of this rank.
         microseconds: Median time of one layer forward.
         source: Card, versions, date and script, for the decision's text.
-        quartiles: As of `Time`.
+        bounds: As of `Time`.
     """
 
     candidate: str = attrs.field(validator=instance_of(str))
@@ -71,7 +71,7 @@ class Measurement:
     num_tokens: int = attrs.field(validator=at_least(1))
     microseconds: float = attrs.field(validator=_is_time)
     source: str = attrs.field(validator=instance_of(str))
-    quartiles: tuple[float, float] | None = attrs.field(default=None, validator=_are_quartiles)
+    bounds: tuple[float, float] | None = attrs.field(default=None, validator=_are_bounds)
 
 
 class MeasuredTime(NamedTuple):
@@ -80,7 +80,7 @@ class MeasuredTime(NamedTuple):
     microseconds: float
     num_tokens: int
     provenance: str
-    quartiles: tuple[float, float] | None = None
+    bounds: tuple[float, float] | None = None
 
     def is_comparable(self, other: MeasuredTime) -> bool:
         """Whether the two are of about as many tokens: times that are not cannot tell which combination is faster."""
@@ -171,4 +171,4 @@ def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: in
     is_exact = row.num_tokens == num_tokens
     kind = f"exact, T={num_tokens}" if is_exact else f"nearest, T={row.num_tokens} for {num_tokens}"
     provenance = f"measured {row.microseconds:g} us ({kind}; {row.source})"
-    return MeasuredTime(row.microseconds, row.num_tokens, provenance, row.quartiles)
+    return MeasuredTime(row.microseconds, row.num_tokens, provenance, row.bounds)

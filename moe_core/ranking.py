@@ -20,6 +20,8 @@ from moe_core.measurements import MeasurementTable
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS
 
+#: How much faster something must be to take another's place; measured medians differ by less from run to run.
+WORTH_A_RANGE = 0.03
 _MEASURED = "measured"
 #: Phases whose forwards have few tokens.
 _FEW_TOKENS = ("decode", "verify")
@@ -69,7 +71,7 @@ def rank(
             dtype=dtype,
             microseconds=time.microseconds if time else None,
             provenance=time.provenance if time else "",
-            quartiles=time.quartiles if time else None,
+            bounds=time.bounds if time else None,
         )
         for _, candidate, dtype, time in ordered
     )
@@ -85,6 +87,14 @@ def set_apart(ranked: Sequence[Ranked], request: LayerRequest, phase: str) -> tu
     return tuple(
         attrs.evolve(entry, because=_because(index, places, entry.provenance)) for index, entry in enumerate(ranked)
     )
+
+
+def pays(entry: Ranked, instead_of: Ranked) -> bool:
+    """Whether times speak for a change: faster by `WORTH_A_RANGE`, and by more than the samples of both spread."""
+    if entry.microseconds is None or instead_of.microseconds is None:
+        return False
+    is_faster = instead_of.microseconds > entry.microseconds * (1 + WORTH_A_RANGE)
+    return is_faster and entry.is_told_from(instead_of)
 
 
 def by_tier(candidates: Iterable[Candidate], request: LayerRequest, phase: str) -> list[Candidate]:

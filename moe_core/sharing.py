@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from moe_core.findings import Ranked, Reason, WorkloadDecision
-from moe_core.ranking import set_apart
+from moe_core.ranking import by_tier, pays, set_apart
 from moe_core.request import LayerRequest
 
 
@@ -34,9 +34,10 @@ def _share(
 ) -> tuple[list[WorkloadDecision], Reason | None]:
     """Narrow every workload to the trait that costs least over all of them, in whatever order they stand.
 
-    Where times were measured and count, that is the slowdown against the fastest, else the place in the order.
+    Where times were measured and count, that is the slowdown against what would pay instead, else the place in the
+    order without times: noise chooses no trait.
     """
-    places = [_places(decision.ranked, trait) for decision in workloads]
+    places = [_places(_without_times(decision, request), trait) for decision in workloads]
     shared = set.intersection(*(set(place) for place in places))
     if not shared:
         found = "; ".join(f"{d.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
@@ -52,7 +53,15 @@ def _share(
     return [_only(d, k, f"{code}: {best}", request) for d, k in zip(workloads, kept, strict=True)], None
 
 
-def _places(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, int]:
+def _without_times(decision: WorkloadDecision, request: LayerRequest) -> Sequence[Ranked]:
+    """The order if no time counted; that of what the user prefers as it is."""
+    if request.prefer:
+        return decision.ranked
+    order = by_tier((entry.candidate for entry in decision.ranked), request, decision.phase)
+    return sorted(decision.ranked, key=lambda entry: order.index(entry.candidate))
+
+
+def _places(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[str, int]:
     places: dict[str, int] = {}
     for place, entry in enumerate(ranked):
         places.setdefault(trait(entry), place)
@@ -60,12 +69,17 @@ def _places(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[
 
 
 def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, float]:
-    """Per trait the logarithm of how much slower than the fastest it is; empty where no time counted."""
-    times: dict[str, float] = {}
-    for entry in ranked:
-        if entry.microseconds is not None:
-            times[trait(entry)] = min(times.get(trait(entry), math.inf), entry.microseconds)
-    return {value: math.log(time / min(times.values())) for value, time in times.items()}
+    """Per trait the logarithm of how much slower its fastest is than what pays instead; empty where no time counted."""
+    timed = [entry for entry in ranked if entry.microseconds is not None]
+    fastest: dict[str, Ranked] = {}
+    for entry in timed:
+        fastest.setdefault(trait(entry), entry)
+    return {value: max(_slowdown(entry, other) for other in timed) for value, entry in fastest.items()}
+
+
+def _slowdown(entry: Ranked, other: Ranked) -> float:
+    """Logarithm of how much faster `other` is, 0 where that does not pay."""
+    return math.log((entry.microseconds or 1.0) / (other.microseconds or 1.0)) if pays(other, entry) else 0.0
 
 
 def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, request: LayerRequest) -> WorkloadDecision:

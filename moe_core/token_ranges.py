@@ -6,6 +6,7 @@ range. Between two measured counts the nearest by ratio speaks, so that a range 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,11 +16,8 @@ from moe_core.declared import Candidate
 from moe_core.environment import Environment
 from moe_core.findings import DtypeChoice, Ranked, WorkloadDecision
 from moe_core.measurements import COMPARABLE, MeasurementTable, is_saturated
-from moe_core.ranking import by_tier, rank
+from moe_core.ranking import WORTH_A_RANGE, by_tier, pays, rank
 from moe_core.request import LayerRequest
-
-#: How much faster another combination must be for a range of its own; measured medians differ by less from run to run.
-WORTH_A_RANGE = 0.03
 
 
 def lanes_of(
@@ -139,11 +137,12 @@ def _usual(lane: WorkloadDecision, request: LayerRequest) -> Candidate:
 
 
 def _chosen(lane: WorkloadDecision, usual: Candidate) -> Ranked:
-    """The first of the lane, or `usual` where leaving it does not pay."""
+    """The fastest that pays instead of `usual`, or that one; the first of the lane where times do not compare them."""
     best, kept = lane.ranked[0], _entry(lane, usual)
     if kept is None or kept.microseconds is None or best.microseconds is None:
         return best
-    return kept if kept.microseconds <= best.microseconds * (1 + WORTH_A_RANGE) else best
+    faster = itertools.takewhile(lambda entry: entry is not kept, lane.ranked)
+    return next((entry for entry in faster if pays(entry, kept)), kept)
 
 
 def _entry(lane: WorkloadDecision, wanted: Candidate) -> Ranked | None:
@@ -153,7 +152,8 @@ def _entry(lane: WorkloadDecision, wanted: Candidate) -> Ranked | None:
 def _with_first(lane: WorkloadDecision, chosen: Ranked) -> WorkloadDecision:
     if chosen is lane.ranked[0]:
         return lane
-    because = f"{chosen.because}, less than {WORTH_A_RANGE:.0%} from the fastest"
+    told = f"less than {WORTH_A_RANGE:.0%}" if chosen.is_told_from(lane.ranked[0]) else "not told apart"
+    because = f"{chosen.because}, {told} from the fastest"
     others = (entry for entry in lane.ranked if entry is not chosen)
     return attrs.evolve(lane, ranked=(attrs.evolve(chosen, because=because), *others))
 
@@ -168,5 +168,4 @@ def _why(lane: WorkloadDecision, before: Ranked) -> str:
     if left.microseconds is None:
         return f"{begins}: {before.candidate.full_name} was not measured there"
     faster = left.microseconds / chosen.microseconds - 1
-    doubt = "" if chosen.is_told_from(left) else ", which their samples do not tell for sure: they overlap"
-    return f"{begins}: {faster:.0%} faster than {before.candidate.full_name}{doubt}"
+    return f"{begins}: {faster:.0%} faster than {before.candidate.full_name}"

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from moe_core.errors import SpecError, UnwrittenError
 
+#: Bytes that a file system has to have free, at least.
+_BLOCK = 4096
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write a UTF-8 file in one step: who reads it, or is interrupted, never sees half of it. A link stays a link.
@@ -41,10 +44,13 @@ def check_writable(path: Path, what: str) -> None:
         raise SpecError(f"{what}: {path} is there and is no regular file")
     unfinished = _beside(target)
     try:
-        unfinished.touch(exist_ok=False)
-        unfinished.unlink()
+        # An empty file fits onto a full disk.
+        unfinished.write_bytes(bytes(_BLOCK))
     except OSError as error:
         raise SpecError(f"{what}: no file can be made there ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _target(path: Path) -> Path:

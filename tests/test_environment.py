@@ -7,7 +7,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
+import torch
 
 from moe_core.environment import (
     PRESETS,
@@ -62,6 +64,7 @@ def test_packages_are_sorted_pairs() -> None:
         ({"device_type": "cpu", "packages": [("a", "1"), ("a", "2")]}, "'packages': a name occurs twice"),
         ({"device_type": "cpu", "variables": {"LIB_COUNTS": 1}}, "field 'variables': expected .name, value. texts"),
         ({"device_type": "cpu", "variables": [("A", "1"), ("A", "2")]}, "'variables': a name occurs twice"),
+        ({"device_type": "cpu", "threads": -1}, "field 'threads': expected an int >= 0, got -1"),
     ],
 )
 def test_a_wrong_environment_names_the_field(fields: dict[str, Any], match: str) -> None:
@@ -92,6 +95,8 @@ def test_a_wrong_environment_names_the_field(fields: dict[str, Any], match: str)
         ),
         ('{"device_type": "cpu", "packages": [["torch"]]}', "'packages': expected .import name, version. texts"),
         ('{"environment": {"device_type": "cpu", "driver": {}}}', "field 'driver': expected a text, got an object"),
+        ('{"device_type": "cpu", "threads": "2"}', "field 'threads': expected a whole number, got a text"),
+        ('{"device_type": "cpu", "threads": true}', "field 'threads': expected a whole number, got a boolean"),
         ('{"device_type": "GPU"}', "machine.json: Environment, field 'device_type'"),
         (
             '{"device_type": "cuda", "arch": "sm90", "environment": {"device_type": "cpu"}}',
@@ -189,6 +194,16 @@ def test_a_device_that_only_a_plugin_knows(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_cpu_has_no_generation() -> None:
     described = probe_environment(device_type="cpu", generations=GENERATIONS)
     assert (described.device_type, described.arch) == ("cpu", "")
+
+
+def test_threads_tell_one_cpu_from_another_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    described = probe_environment(device_type="cpu")
+    assert (described.threads, described.card) == (3, f"{described.device_name}, 3 threads")
+    assert Environment.from_json(described.to_json()) == described
+    assert described != attrs.evolve(described, threads=2)
+    other = probe_environment(device_type="meta")
+    assert (other.threads, "threads" in other.to_json()) == (0, False)
 
 
 def test_an_unprobed_machine() -> None:

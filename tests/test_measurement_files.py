@@ -14,7 +14,13 @@ from moe_core import measurement_sources
 from moe_core.environment import PRESETS, Environment
 from moe_core.errors import SpecError
 from moe_core.measurement_files import MeasurementFile, is_of_card
-from moe_core.measurement_sources import MeasurementWarning, default_measurements, explicit_measurements, user_file
+from moe_core.measurement_sources import (
+    MeasurementWarning,
+    default_measurements,
+    explicit_measurements,
+    older_file,
+    user_file,
+)
 from moe_core.measurements import Measurement, Time
 
 HERE = Environment(
@@ -169,7 +175,7 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
         (_data(times={"a": {TORCH: {"1": True}}}), "expected a number > 0, got true"),
         (_data(times={"a": {TORCH: {"1": float("nan")}}}), "expected a number > 0, got NaN"),
         (_data(times={"a": {TORCH: {"1": 10**400}}}), "expected a number > 0, got 1000"),
-        (_data(times={"a": {TORCH: {"1": [1, 2]}}}), "expected [median, low quartile, high quartile], got"),
+        (_data(times={"a": {TORCH: {"1": [1, 2]}}}), "expected [median, low bound, high bound], got"),
         (_data(times={"a": {TORCH: {"1": [2, 3, 1]}}}), "got [2.0, 3.0, 1.0]"),
         (_data(times={"a": {TORCH: {"1": [4, 1, 3]}}}), "got [4.0, 1.0, 3.0]"),
         (_data(times={"a": {TORCH: {"1": [1, 2, 3]}}}), "got [1.0, 2.0, 3.0]"),
@@ -235,6 +241,48 @@ def test_a_broken_shipped_table_is_reported_and_ignored(cache: Path, shipped: Pa
     expect(len(table.rows) == 4 and "broken.json" in table.origins[-1], table)
 
 
+def _cpu(threads: int) -> Environment:
+    return Environment(device_type="cpu", device_name="Maker 9, 2 CPUs", threads=threads, packages={"torch": "2.11.0"})
+
+
+def test_every_number_of_threads_of_a_cpu_has_its_own_times(cache: Path) -> None:
+    for threads in (1, 2):
+        counted = attrs.evolve(FILE, environment=_cpu(threads), times={"shape": {TORCH: {1: Time(float(threads))}}})
+        counted.write(user_file(_cpu(threads)))
+    assert user_file(_cpu(1)).name == "cpu-maker-9-2-cpus-1-thread.json"
+    for threads in (1, 2):
+        table = default_measurements(_cpu(threads), VERSIONS)
+        assert [row.microseconds for row in table.rows] == [threads]
+        assert "Maker 9, 2 CPUs, " + ("1 thread" if threads == 1 else "2 threads") in table.origins[0]
+    assert default_measurements(_cpu(3), VERSIONS).rows == ()
+
+
+@pytest.mark.error_path
+def test_times_without_a_number_of_threads_are_reported_until_there_are_others(cache: Path) -> None:
+    attrs.evolve(FILE, environment=_cpu(0)).write(user_file(_cpu(0)))
+    with pytest.warns(
+        MeasurementWarning, match="with how many threads they were taken is not known; run moe-core tune"
+    ):
+        table = default_measurements(_cpu(2), VERSIONS)
+    expect(table.rows == () and table.origins[0].startswith("ignored: measurements "), table)
+    # Whoever describes a machine without a number gets what was measured without.
+    expect(len(default_measurements(_cpu(0), VERSIONS).rows) == 4)
+    attrs.evolve(FILE, environment=_cpu(2)).write(user_file(_cpu(2)))
+    expect(len(default_measurements(_cpu(2), VERSIONS).rows) == 4)
+    expect(older_file(_cpu(2)) is None)
+
+
+@pytest.mark.error_path
+def test_a_named_file_of_other_threads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    attrs.evolve(FILE, environment=_cpu(1)).write(path)
+    message = r"they are of Maker 9, 2 CPUs, 1 thread, the machine is Maker 9, 2 CPUs, 2 threads"
+    with pytest.raises(SpecError, match=message):
+        explicit_measurements(path, _cpu(2))
+    expect(len(explicit_measurements(path, _cpu(0)).rows) == 4)
+    expect("thread" not in attrs.evolve(FILE, environment=HERE).to_text(), "files of other devices stay as they were")
+
+
 @pytest.mark.error_path
 def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -250,6 +298,7 @@ def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.Mo
         ({"driver": "CUDA 12.8"}, "driver CUDA 12.8 there, CUDA 13.0 here"),
         ({"packages": {"torch": "2.10.0", "triton": "3.6.0"}}, "torch 2.10.0 there, 2.11.0 here"),
         ({"packages": {"torch": "2.11.0", "gone": "1"}}, "gone 1 there, not installed here"),
+        ({"threads": 4}, "threads 4 there, unknown here"),
         ({"device_name": "NVIDIA H200"}, "device_name NVIDIA H200 there, NVIDIA H100 80GB HBM3 here"),
     ],
 )

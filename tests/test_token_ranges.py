@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_core.planner import make_plan
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
 from moe_core.specs import Limit, PluginSpec
+from moe_core.tuning.timing import Timing
 
 # 64 experts, top-8: the experts are saturated from 1024 tokens on.
 LAYER = request()
@@ -121,16 +123,48 @@ def test_the_winner_stands_first_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("is_sure", [True, False])
-def test_a_range_repeats_what_samples_do_not_tell(is_sure: bool) -> None:
+def test_a_range_needs_samples_that_tell_it(is_sure: bool) -> None:
     few = {1: Time(10.0, (9.0, 11.0)), 2: Time(12.0, (11.0, 13.0))}
     many = {1: Time(11.0, (10.0, 12.0)), 2: Time(10.0, (9.0, 10.9 if is_sure else 11.0))}
-    made, decision = make_plan(manager_of(SPEC), request(**_any(2)), CPU, _table({"few": few, "many": many}))
-    first, second = decision.workloads
+    _, decision = make_plan(manager_of(SPEC), request(**_any(2)), CPU, _table({"few": few, "many": many}))
+    assert _ranges(decision) == ([(1, 1, "few"), (2, 2, "many")] if is_sure else [(1, 2, "few")])
+    last = decision.workloads[-1]
+    assert [entry.candidate.runner.spec.name for entry in last.not_told_apart] == ["many"] * (not is_sure)
+    assert ("not told apart from that in place 2" in decision.explain()) is True
+    if not is_sure:
+        assert last.ranked[0].because == "measured 12 us (exact, T=2; bench), not told apart from the fastest"
+
+
+def test_what_pays_for_sure_is_taken_where_the_fastest_is_in_doubt() -> None:
+    wide, sharp = Time(10.0, (5.0, 25.0)), Time(11.0, (10.9, 11.1))
+    decision = _decide({"few": {1: Time(20.0, (19.0, 21.0))}, "many": {1: wide}, "short": {1: sharp}})
+    first = decision.workloads[0]
+    assert [entry.candidate.runner.spec.name for entry in first.ranked[:3]] == ["short", "many", "few"]
+    assert first.ranked[0].because.endswith(", not told apart from the fastest")
     assert [entry.candidate.runner.spec.name for entry in first.not_told_apart] == ["many"]
-    assert [entry.candidate.runner.spec.name for entry in second.not_told_apart] == ["few"] * (not is_sure)
-    assert "not told apart from that in place 2" in decision.explain()
-    doubts = [note.endswith("which their samples do not tell for sure: they overlap") for note in made.notes]
-    assert doubts == [not is_sure]
+
+
+@pytest.mark.parametrize("alone", [Time(9.0, (8.0, 10.5)), Time(9.8, (9.8, 9.8)), 9.8])
+def test_noise_chooses_no_weight_layout(alone: float | Time) -> None:
+    times = {"few": {1: Time(10.0, (9.9, 10.1)), 2: Time(10.0, (9.9, 10.1))}, "alone": {1: alone, 2: alone}}
+    assert _decide(times).weight_layout == "canonical"
+    better = {count: Time(9.0, (8.9, 9.1)) for count in (1, 2)}
+    assert _decide(times | {"alone": better}).weight_layout == "other"
+
+
+def test_equal_things_on_a_noisy_machine_have_one_route() -> None:
+    drawn = random.Random(0)
+    for _ in range(20):
+        times = {
+            name: {1 << power: _noisy_time(drawn) for power in range(12)} for name in ("few", "many", "short", "alone")
+        }
+        assert _ranges(_decide(times)) == [(1, None, "few")], times
+
+
+def _noisy_time(drawn: random.Random) -> Time:
+    """What is kept of samples that spread by tens of percent, and some by more."""
+    timing = Timing(tuple(100 * drawn.lognormvariate(0, 0.2) for _ in range(15)), "wall")
+    return Time(timing.microseconds, timing.bounds)
 
 
 def test_samples_of_one_alone_tell_nothing() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -37,6 +38,20 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
     expect(path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1, list(tmp_path.iterdir()))
     with pytest.raises(UnwrittenError, match="gone/file: cannot be written"):
         write_whole(tmp_path / "gone" / "file", "new")
+
+
+@pytest.mark.error_path
+def test_a_disk_on_which_only_empty_files_fit_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, data: bytes) -> int:
+        self.touch()
+        if data:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return 0
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(SpecError, match=r"here: no file can be made there \(No space left on device\)"):
+        check_writable(tmp_path / "file", "here")
+    expect(not list(tmp_path.iterdir()))
 
 
 @pytest.mark.error_path

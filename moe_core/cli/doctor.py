@@ -116,9 +116,10 @@ def _view(
     environment: Environment, backends: list[Backend], packages: list[Package], variables: list[ForeignVariable]
 ) -> RenderableType:
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
+    parts = (device, environment.device_name, environment.thread_words, environment.driver)
     allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     machine = {
-        "device": ", ".join(dict.fromkeys(filter(None, (device, environment.device_name, environment.driver)))),
+        "device": ", ".join(dict.fromkeys(filter(None, parts))),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
         "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),

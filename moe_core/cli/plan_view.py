@@ -39,9 +39,10 @@ def machine_fields(environment: Environment) -> RenderableType:
     """A machine as labels and texts."""
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
     name = environment.device_name if environment.device_name != environment.device_type else ""
+    device = ", ".join(filter(None, (device, name, environment.thread_words)))
     return fields(
         {
-            "machine": ", ".join(filter(None, (device, name, environment.driver, environment.source))),
+            "machine": ", ".join(filter(None, (device, environment.driver, environment.source))),
             "packages": ", ".join(f"{module} {version}".strip() for module, version in environment.packages),
             "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
             "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,12 +36,15 @@ from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError, counted
 from moe_core.manager import BackendManager, default_manager
-from moe_core.measurement_sources import user_file
+from moe_core.measurement_sources import older_file, older_file_problem, user_file
 from moe_core.measurements import shape_key
+from moe_core.planner import decide
 from moe_core.request import LayerRequest
 
 if TYPE_CHECKING:
     from moe_core.tuning.cache import Recorder
+    from moe_core.tuning.deadline import Deadline
+    from moe_core.tuning.search import Step
 
 #: Largest token count unless told otherwise; counts are the powers of two up to it.
 MOST_TOKENS, MOST_TOKENS_ON_CPU = 8192, 1024
@@ -73,7 +76,10 @@ def tune(
     minutes: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="MIN", help="Stop after about this time; layers share it.", show_default="no limit"
+            min=0,
+            metavar="MIN",
+            help="End after about this time, set-up included; layers share it.",
+            show_default="no limit",
         ),
     ] = None,
     output: Annotated[
@@ -108,15 +114,19 @@ def tune(
         raise SpecError("there is no home folder for a cache: say --output FILE, or set XDG_CACHE_HOME")
     recorder = Recorder(target, machine, manager)
     if recorder.replaced:
-        print_error(f"{recorder.replaced}; not kept", label="warning")
+        print_error(f"{recorder.replaced}; with the first new time it becomes {recorder.aside.name}", label="warning")
+    elif output is None and (older := older_file(machine)):
+        print_error(f"{older_file_problem(older)}; not used", label="warning")
     counts = sorted(set(tokens)) if tokens else _powers_of_two(machine.device_type)
     run = _Run(manager, machine, recorder, counts, repeats, seconds)
     try:
         with exit_on_signals():
-            run.measure(requests, None if minutes is None else 60 * minutes)
+            run.measure(requests, math.inf if minutes is None else 60 * minutes)
     except KeyboardInterrupt:
         stdout().print(f"interrupted; {_kept(run, recorder)}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
+    except UnwrittenError as error:
+        raise UnwrittenError(f"{error}; times of the last token count are only in the table") from error
     stdout().print(_kept(run, recorder), soft_wrap=True)
     if not run.num_times:
         raise typer.Exit(1)
@@ -140,14 +150,15 @@ class _Run:
     seconds: float
     num_times: int = 0
 
-    def measure(self, requests: Sequence[LayerRequest], limit: float | None) -> None:
+    def measure(self, requests: Sequence[LayerRequest], limit: float) -> None:
+        from moe_core.tuning.deadline import Deadline
         from moe_core.tuning.search import DeviceLostError
 
-        start = time.monotonic()
+        end = Deadline.after(limit)
         with TuneView(self.machine, len(requests), self.counts, self.seconds, limit) as view:
             for index, request in enumerate(requests):
-                left = None if limit is None else start + limit - time.monotonic()
-                deadline = None if left is None else time.monotonic() + left / (len(requests) - index)
+                # What a layer leaves of its share is for those behind it.
+                deadline = Deadline.after(end.left / (len(requests) - index))
                 try:
                     self._measure(request, deadline, view)
                 except DeviceLostError as error:
@@ -159,23 +170,36 @@ class _Run:
                 except MoeCoreError as error:
                     view.skip(f"{request_line(request)}: {error}")
 
-    def _measure(self, request: LayerRequest, deadline: float | None, view: TuneView) -> None:
+    def _measure(self, request: LayerRequest, deadline: Deadline, view: TuneView) -> None:
+        from moe_core.tuning.deadline import TimeUpError
         from moe_core.tuning.search import LayerSearch
 
         view.begin(request_line(request))
-        search = LayerSearch(self.manager, request, self.machine)
+        search = LayerSearch(self.manager, request, self.machine, deadline=deadline, told=view.tell)
+        shape = shape_key(search.request)
         view.candidates([candidate.full_name for candidate in search.candidates])
-        steps = search.steps(self.counts, self.repeats, self.seconds)
-        for count in self.counts:
-            if deadline is not None and time.monotonic() > deadline:
-                view.stop(f"time is up before T={count}")
-                break
-            step = next(steps)
-            if step.times or step.wrong:
-                self.recorder.add(shape_key(search.request), step.num_tokens, step.times, step.wrong)
-                self.num_times += len(step.times)
-            view.add(step)
+        try:
+            for step in search.steps(self.counts, self.repeats, self.seconds):
+                try:
+                    self._keep(shape, step)
+                finally:
+                    # What cannot be written is in the table at least.
+                    table = self.recorder.table(shape)
+                    view.add(step, decide(self.manager, search.request, self.machine, table))
+        except TimeUpError as error:
+            view.stop(str(error))
         view.finish()
+
+    def _keep(self, shape: str, step: Step) -> None:
+        if step.times or step.wrong:
+            was_shared = self.recorder.is_shared
+            self.recorder.add(shape, step.num_tokens, step.times, step.wrong)
+            self.num_times += len(step.times)
+            if self.recorder.is_shared and not was_shared:
+                others = f"another moe-core tune writes to {self.recorder.path}"
+                print_error(
+                    f"{others}: all times are kept, but those who measure at once slow each other down", "warning"
+                )
 
 
 def _requests(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -23,39 +23,53 @@ from moe_core.weights.expected import Expected, expected_tensors
 
 #: `(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H]`: a whole layer.
 LayerCall = Callable[[Tensor, Tensor, Tensor], Any]
+#: Draws values into a tensor of any shape.
+_Filler: TypeAlias = Callable[[Tensor, torch.Generator], object]
 
 #: Root mean square of the drawn codes: uniform ones, and for fp8 the normal draws that are rounded.
 _CODE_RMS = {"fp8": 64.0, "int8": 73.6, "int4": 4.6, "fp4": 3.0}
 #: Largest activation before each product that static scales are made for.
 _CALIBRATED = {"w13": 4.0, "w2": 12.0}
+#: How far apart in one row of draws the values of two neighbouring experts begin. A prime: columns move too, where rows
+#: alone would be the same channels in another order.
+_SHIFT = 4099
 #: How much larger the up half of unquantized weights is: a runner that swaps the halves shows.
 _UP_FACTOR = 1.7
 
 
-def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[str, Tensor]:
+def random_weights(
+    request: LayerRequest, device: str, seed: int = 0, told: Callable[[int, int], None] | None = None
+) -> dict[str, Tensor]:
     """Canonical weights of all experts of a layer, whose values have the size of a trained layer's.
 
-    Codes and scales are drawn as a checkpoint would hold them: no quantizer is needed. Experts differ, so do scales.
+    Codes and scales are drawn as a checkpoint would hold them: no quantizer is needed. Experts differ, so do scales: a
+    large one has mostly the values of others, at places that have nothing to do with each other.
 
     Args:
         request: The layer; a tensor-parallel one as its first rank has it.
         device: Where they lie.
         seed: Of the draw.
+        told: Called with (bytes that are drawn, bytes in all) after each expert's part of a tensor; what it raises
+            ends the draw.
 
     Raises:
         MoeCoreError: A CPU has too little memory for them: the system would end the process instead of saying so.
     """
     generator = torch.Generator(device).manual_seed(seed)
     wanted = expected_tensors(request, request.num_experts)
+    size, done = _num_bytes(wanted), 0
     if device == "cpu":
-        _refuse_too_large(wanted)
+        _refuse_too_large(size)
     tensors = {}
     for name, expected in wanted.items():
         tensor = torch.empty(expected.shape, dtype=expected.dtypes[0], device=device)
+        experts = tensor.view(request.num_experts, -1)
         fill = _filler(name, expected, request)
-        # One expert at a time: a draw of all in another dtype would need as much memory again.
-        for expert in tensor:
-            fill(expert, generator)
+        for expert, values in zip(experts, _windows(experts, fill, generator), strict=True):
+            expert.copy_(values)
+            done += expert.nbytes
+            if told is not None:
+                told(done, size)
         tensors[name] = tensor
     if not request.quant.w13.is_quantized and request.activation.gated:
         interleaved = request.activation.row_order == "interleaved"
@@ -64,8 +78,23 @@ def random_weights(request: LayerRequest, device: str, seed: int = 0) -> dict[st
     return tensors
 
 
-def _refuse_too_large(wanted: Mapping[str, Expected]) -> None:
-    size = sum(math.prod(expected.shape) * expected.dtypes[0].itemsize for expected in wanted.values())
+def _windows(experts: Tensor, fill: _Filler, generator: torch.Generator) -> Iterator[Tensor]:
+    """The values of each of `experts [L, N]`: windows onto one row of draws, of which each begins `_SHIFT` further on.
+
+    To draw is several times slower than to copy. Up to `_SHIFT` values windows have none in common.
+    """
+    num_experts, length = experts.shape
+    shift = min(length, _SHIFT)
+    pool = torch.empty(length + (num_experts - 1) * shift, dtype=experts.dtype, device=experts.device)
+    fill(pool, generator)
+    return (pool[index * shift :][:length] for index in range(num_experts))
+
+
+def _num_bytes(wanted: Mapping[str, Expected]) -> int:
+    return sum(math.prod(expected.shape) * expected.dtypes[0].itemsize for expected in wanted.values())
+
+
+def _refuse_too_large(size: int) -> None:
     free = _free_host_bytes()
     if free is not None and size > free:
         raise MoeCoreError(f"the layer's weights take {size / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free")
@@ -80,47 +109,47 @@ def _free_host_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _filler(name: str, expected: Expected, request: LayerRequest) -> Callable[[Tensor, torch.Generator], object]:
-    """What draws one expert's part of the tensor called `name`."""
+def _filler(name: str, expected: Expected, request: LayerRequest) -> _Filler:
+    """What draws values for the tensor called `name`."""
     projection, _, part = name.partition("_")
     scheme: QuantScheme = getattr(request.local_quant, "w2" if projection in ("w2", "b2") else "w13")
     fan_in = request.hidden_size if projection == "w13" else request.local_intermediate_size
     step = fan_in**-0.5 / _CODE_RMS.get(scheme.weight_dtype, 1.0)
     if projection in ("b13", "b2"):
-        return lambda expert, generator: expert.normal_(std=0.1, generator=generator)
+        return lambda values, generator: values.normal_(std=0.1, generator=generator)
     if not part:
-        return lambda expert, generator: _draw_codes(expert, scheme.weight_dtype, fan_in**-0.5, generator)
+        return lambda values, generator: _draw_codes(values, scheme.weight_dtype, fan_in**-0.5, generator)
     if part == "zero_point":
-        return lambda expert, generator: expert.random_(-2, 3, generator=generator)
+        return lambda values, generator: values.random_(-2, 3, generator=generator)
     if part == "global_scale":
-        return lambda expert, generator: expert.fill_(step)
+        return lambda values, generator: values.fill_(step)
     if part == "input_scale":
         # NVFP4 has fp8 scales below the global one.
         largest = LARGEST.get(scheme.activation_dtype, 1.0) * (E4M3_MAX if scheme.global_scale else 1.0)
-        return lambda expert, generator: expert.fill_(_CALIBRATED[projection] / largest)
-    return lambda expert, generator: _draw_scales(expert, 1.0 if scheme.global_scale else step, generator)
+        return lambda values, generator: values.fill_(_CALIBRATED[projection] / largest)
+    return lambda values, generator: _draw_scales(values, 1.0 if scheme.global_scale else step, generator)
 
 
-def _draw_codes(expert: Tensor, weight_dtype: str, std: float, generator: torch.Generator) -> None:
+def _draw_codes(values: Tensor, weight_dtype: str, std: float, generator: torch.Generator) -> None:
     if weight_dtype in TORCH_DTYPES:
-        expert.normal_(std=std, generator=generator)
+        values.normal_(std=std, generator=generator)
     elif weight_dtype == "fp8":
         # Rounded draws: some of the bytes themselves are NaN.
-        drawn = torch.empty(expert.shape, device=expert.device).normal_(std=_CODE_RMS["fp8"], generator=generator)
-        expert.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
+        drawn = torch.empty(values.shape, device=values.device).normal_(std=_CODE_RMS["fp8"], generator=generator)
+        values.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
     elif weight_dtype == "int8":
-        expert.random_(-127, 128, generator=generator)
+        values.random_(-127, 128, generator=generator)
     else:
-        expert.random_(0, 256, generator=generator)
+        values.random_(0, 256, generator=generator)
 
 
-def _draw_scales(expert: Tensor, size: float, generator: torch.Generator) -> None:
-    factor = torch.empty(expert.shape, device=expert.device).uniform_(0.5, 1.5, generator=generator)
-    if expert.dtype == torch.uint8:
+def _draw_scales(values: Tensor, size: float, generator: torch.Generator) -> None:
+    factor = torch.empty(values.shape, device=values.device).uniform_(0.5, 1.5, generator=generator)
+    if values.dtype == torch.uint8:
         # Exponents of e8m0, biased by 127.
-        expert.copy_((factor * size).log2().round() + 127)
+        values.copy_((factor * size).log2().round() + 127)
     else:
-        expert.copy_(factor * size)
+        values.copy_(factor * size)
 
 
 def release_memory(device: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -38,7 +38,11 @@ class Reference:
     """
 
     def __init__(
-        self, request: LayerRequest, weights: Mapping[str, Tensor], inputs: tuple[Tensor, Tensor, Tensor]
+        self,
+        request: LayerRequest,
+        weights: Mapping[str, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        told: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compute it.
 
@@ -46,6 +50,7 @@ class Reference:
             request: The layer, without a norm after its experts.
             weights: Its canonical tensors, on the device of the inputs.
             inputs: `hidden_states`, `topk_ids` and `topk_weights` of one call.
+            told: Called with (experts that are done, experts in all) before each; what it raises ends the work.
         """
         self._shape, device = inputs[0].shape, inputs[0].device
         num_tokens = self._shape[0]
@@ -54,7 +59,10 @@ class Reference:
         hidden_states, topk_ids, topk_weights = (tensor[self._compared] for tensor in inputs)
         activation = activation_function(request.activation)
         self._answers = torch.zeros((2, *hidden_states.shape), dtype=torch.float64, device=device)
-        for expert in sorted(set(topk_ids.flatten().tolist())):
+        active = sorted(set(topk_ids.flatten().tolist()))
+        for place, expert in enumerate(active):
+            if told is not None:
+                told(place, len(active))
             token, slot = torch.where(topk_ids == expert)
             rows, factor = hidden_states[token].float(), topk_weights[token, slot, None].float()
             if request.weight_on_input:

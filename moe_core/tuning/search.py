@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -11,16 +11,17 @@ import torch
 from moe_core.bound import BoundExperts
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, ResolutionError, SpecError, first_line, in_a_line, is_interrupt
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError, counted, first_line, in_a_line, is_interrupt
 from moe_core.manager import BackendManager
 from moe_core.measurements import MeasurementTable, Time
 from moe_core.payloads import PreparedWeights, RawWeights, Tensor
 from moe_core.planner import decide, make_plan
 from moe_core.ranking import by_tier
 from moe_core.request import LayerRequest, Workload
+from moe_core.tuning.deadline import Deadline, TimeUpError
 from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.reference import Reference, WrongResultError
-from moe_core.tuning.timing import CaptureError, Prepared, Timing, prepare, take_turns
+from moe_core.tuning.timing import FEWEST_SAMPLES, CaptureError, Prepared, Timing, prepare, take_turns
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
 HOPELESS = 10.0
@@ -57,7 +58,7 @@ class Step:
     def times(self) -> Mapping[str, Time]:
         """What is kept of the samples, by full name of the candidate."""
         return {
-            name: Time(timing.microseconds, timing.quartiles if len(timing.samples) > 1 else None)
+            name: Time(timing.microseconds, timing.bounds if len(timing.samples) > 1 else None)
             for name, timing in self.timings.items()
         }
 
@@ -65,10 +66,14 @@ class Step:
     def fastest(self) -> tuple[str, ...]:
         """Full name of the candidate with the smallest median, then of those that samples do not tell apart from it.
 
-        These are the ones whose quartiles overlap with its own, in the order of their medians; none where nothing ran.
+        These are the ones whose bounds overlap with its own, in the order of their medians; none where nothing ran.
         """
         order = sorted(self.timings, key=lambda name: self.timings[name].microseconds)
-        return tuple(name for name in order if self.timings[name].quartiles[0] <= self.timings[order[0]].quartiles[1])
+        return tuple(name for name in order if self.timings[name].bounds[0] <= self.timings[order[0]].bounds[1])
+
+
+def _nobody(what: str) -> None:
+    """Who is told nothing."""
 
 
 class LayerSearch:
@@ -80,8 +85,23 @@ class LayerSearch:
         problems: Full name -> why a candidate could not be bound; grows as they are measured.
     """
 
-    def __init__(self, manager: BackendManager, request: LayerRequest, environment: Environment) -> None:
-        """Resolve the layer and draw its weights.
+    def __init__(
+        self,
+        manager: BackendManager,
+        request: LayerRequest,
+        environment: Environment,
+        *,
+        deadline: Deadline | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> None:
+        """Resolve the layer.
+
+        Args:
+            manager: The plugins that are measured.
+            request: The layer.
+            environment: This machine.
+            deadline: When to end; None for no end.
+            told: Called with what is done next, in words, before each step of the set-up and of the measuring.
 
         Raises:
             ResolutionError: Nothing fits.
@@ -91,6 +111,7 @@ class LayerSearch:
             raise SpecError("a layer with a model's own activation or norm cannot be measured on random weights")
         release_memory(environment.device_type)
         self._manager, self._environment = manager, environment
+        self._deadline, self._told = deadline or Deadline(), told or _nobody
         self.request = attrs.evolve(request, workloads=Workload())
         decision = decide(manager, self.request, environment, MeasurementTable())
         if not decision.is_feasible:
@@ -116,12 +137,22 @@ class LayerSearch:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        return random_weights(self.request, self.device)
+        in_time = self._deadline.watched("drawing the weights")
+
+        def told(done: int, total: int) -> None:
+            in_time(done, total)
+            self._told(f"drawing {total / 1e6:.0f} MB of weights, {done / total:.0%}")
+
+        try:
+            return random_weights(self.request, self.device, told=told)
+        except RuntimeError as error:
+            raise MoeCoreError(f"its weights cannot be drawn: {first_line(error)}") from error
 
     @functools.cached_property
     def _layers(self) -> dict[str, BoundExperts]:
-        layers = {}
+        layers, _ = {}, self._tensors
         for candidate in self.candidates:
+            self._begin("preparing weights for ", candidate.full_name)
             try:
                 layers[candidate.full_name] = self._bind(candidate)
             except BaseException as error:
@@ -129,7 +160,7 @@ class LayerSearch:
         return layers
 
     def steps(self, counts: Sequence[int], repeats: int = 15, seconds: float = 2.0) -> Iterator[Step]:
-        """Measure one token count after the other, from few to many.
+        """Measure one token count after the other, from few to many; weights are drawn and prepared before the first.
 
         A combination that fails, whose result is wrong, or that is hopelessly slow, is left out for more tokens; what
         the tiers would choose is measured to the end all the same, however slow it is.
@@ -137,27 +168,30 @@ class LayerSearch:
         Args:
             counts: Token counts.
             repeats: Samples of each combination.
-            seconds: About how long to take samples at one count; three of each are always taken.
+            seconds: About how long to take samples at one count; five of each are always taken.
 
         Raises:
             DeviceLostError: The device does not work any more.
-            MoeCoreError: There is no memory for so many tokens.
+            TimeUpError: A count would not be measured before the deadline; nothing of it is told.
+            MoeCoreError: There is no memory for the weights, or for so many tokens.
         """
         for count in sorted(counts):
             yield self._step(count, repeats, seconds)
 
     def _step(self, count: int, repeats: int, seconds: float) -> Step:
-        (batches, reference), where = self._inputs(count), f"T={count}: "
+        layers, where = self._layers, f"T={count}: "
+        batches, reference = self._inputs(count)
         takers = {
             c.full_name for c in self.candidates if c.declared_max_tokens is None or count <= c.declared_max_tokens
         }
         ready: dict[str, Prepared] = {}
         first: dict[str, float] = {}
-        for name, layer in self._layers.items():
+        for name, layer in layers.items():
             if name not in takers or name in self.problems:
                 continue
+            self._begin(where, name)
             try:
-                ready[name] = _prepared(layer, batches, self.device)
+                ready[name] = self._prepared(layer, batches)
                 samples = [ready[name].sample() for _ in range(_FIRST_SAMPLES)]
                 reference.check(ready[name].outputs[0] if ready[name].outputs else layer(*batches.one(0)))
                 first[name] = min(samples)
@@ -169,17 +203,28 @@ class LayerSearch:
         usual = self.candidates[0].full_name
         slow = {n: time / fastest for n, time in first.items() if time > HOPELESS * fastest and n != usual}
         turns = {name: r for name, r in ready.items() if name not in slow}
-        timings = take_turns(turns, repeats, seconds, lambda name, error: self._fail(name, error, where))
+        turn = 1e-6 * batches.num_sets * sum(first[name] for name in turns)
+        self._deadline.require(f"T={count}", turn * min(repeats, FEWEST_SAMPLES))
+        self._told(f"{where}samples of {counted(len(turns), 'combination')} in turns")
+        limit = min(seconds, self._deadline.left)
+        timings = take_turns(turns, repeats, limit, lambda name, error: self._fail(name, error, where))
         for name, ratio in slow.items():
             self.problems[name] = f"{ratio:.0f} times slower than the fastest at T={count}"
         timings |= {name: Timing((first[name],), ready[name].method) for name in slow}
         return Step(num_tokens=count, timings=timings, problems=dict(self.problems), wrong=frozenset(self._wrong))
 
+    def _begin(self, what: str, name: str) -> None:
+        """Say what comes next, unless the time is up."""
+        self._deadline.require(f"{what}{name}")
+        self._told(f"{what}{name}")
+
     def _inputs(self, count: int) -> tuple[Batches, Reference]:
         """What all are given, and what they are compared with."""
+        self._begin(f"T={count}: ", "inputs and their answer")
         try:
             batches = Batches.random(self.request, count, self.device)
-            return batches, Reference(self.request, self._tensors, batches.one(0))
+            in_time = self._deadline.watched(f"T={count}: the answer of its inputs")
+            return batches, Reference(self.request, self._tensors, batches.one(0), in_time)
         except (RuntimeError, OverflowError) as error:
             raise MoeCoreError(
                 f"the inputs of T={count} and their answer cannot be made: {first_line(error)}"
@@ -195,8 +240,20 @@ class LayerSearch:
             self._weights[key] = self._manager.process_weights(plan, RawWeights(tensors=self._tensors), None)
         return BoundExperts(plan, self._weights[key], self._manager)
 
+    def _prepared(self, layer: BoundExperts, batches: Batches) -> Prepared:
+        """Captured into a graph where that is possible; what waits for the host is timed with its waiting."""
+        calls = batches.calls(layer)
+
+        def in_time(seconds: float) -> None:
+            self._deadline.require(f"T={batches.num_tokens}", seconds * _FIRST_SAMPLES)
+
+        try:
+            return prepare(calls, self.device, told=in_time)
+        except CaptureError:
+            return prepare(calls, self.device, capture=False, told=in_time)
+
     def _fail(self, name: str, error: BaseException, where: str = "") -> None:
-        if is_interrupt(error):
+        if is_interrupt(error) or isinstance(error, TimeUpError):
             raise error
         self.problems[name] = f"{where}{in_a_line(error)}"
         if isinstance(error, WrongResultError):
@@ -207,12 +264,3 @@ class LayerSearch:
                 torch.cuda.empty_cache()
             except RuntimeError as lost:
                 raise DeviceLostError(f"{name}, {self.problems[name]}; the device does not answer since") from lost
-
-
-def _prepared(layer: BoundExperts, batches: Batches, device: str) -> Prepared:
-    """Captured into a graph where that is possible; what waits for the host is timed with its waiting."""
-    calls = batches.calls(layer)
-    try:
-        return prepare(calls, device)
-    except CaptureError:
-        return prepare(calls, device, capture=False)

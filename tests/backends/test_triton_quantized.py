@@ -11,7 +11,7 @@ import pytest
 import torch
 from layers import random_tokens
 from oracle import activate, relative_error
-from quantized import QUANTS, random_quantized
+from quantized import QUANTS, exact_quantized, random_quantized
 from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_layer
 
 from moe_core import LayerRequest, RawWeights
@@ -65,19 +65,6 @@ TOLERANCE = 1.2e-2
 FP8_TOLERANCE = 2.5e-2
 
 
-def _exact(tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any], weight_on_input: bool = False) -> torch.Tensor:
-    hidden, ids, weights = tokens
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
-    for expert in range(len(meaning["w13"])):
-        token, slot = torch.where(ids == expert)
-        experts, factor = [expert] * len(token), weights[token, slot, None].double()
-        rows = meaning["round_w13"](hidden[token].double() * (factor if weight_on_input else 1.0), experts)
-        inside = activate(rows @ meaning["w13"][expert].T, SWIGLU).bfloat16()
-        result = meaning["round_w2"](inside, experts) @ meaning["w2"][expert].T
-        out.index_add_(0, token, result * (1.0 if weight_on_input else factor))
-    return out
-
-
 def _request(quant: LayerQuant, **fields: Any) -> LayerRequest:
     sizes: dict[str, Any] = {"num_experts": 3, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
     return LayerRequest(quant=quant, runner_backend="triton", **(sizes | fields))
@@ -92,7 +79,7 @@ def test_scheme(name: str, a2a_backend: str) -> None:
     ids = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]])
     got = output(triton_layer(request, tensors), (hidden, ids, weights))
     tolerance = FP8_TOLERANCE if quant.w13.activation_dtype == "fp8" else TOLERANCE
-    assert relative_error(got, _exact((hidden, ids, weights), meaning)) < tolerance
+    assert relative_error(got, exact_quantized((hidden, ids, weights), meaning)) < tolerance
 
 
 @pytest.mark.parametrize("module", [False, True])
@@ -110,7 +97,7 @@ def test_weighted_inputs_are_rounded_once(name: str, module: bool) -> None:
     tensors, meaning = random_quantized(request)
     raw = RawWeights(tensors=tensors, activation=swiglu if module else None)
     tokens = random_tokens(request, 4)
-    want = _exact(tokens, meaning, weight_on_input=True)
+    want = exact_quantized(tokens, meaning, weight_on_input=True)
     # Rounded to bf16 before, 1.6 to 1.8 %; a model's callable gets bf16, which is one rounding more.
     tolerance = TOLERANCE if module else 6e-3
     assert relative_error(output(triton_layer(request, raw), tokens), want) < tolerance
@@ -126,7 +113,7 @@ def test_every_tile_of_8_bit_weights_beside_floats(rows: float, name: str) -> No
     request = _request(QUANTS[name], num_experts=2, top_k=1)
     tensors, meaning = random_quantized(request)
     tokens = random_tokens(request, 2 * int(min(rows, 97)))
-    assert relative_error(output(triton_layer(request, tensors), tokens), _exact(tokens, meaning)) < TOLERANCE
+    assert relative_error(output(triton_layer(request, tensors), tokens), exact_quantized(tokens, meaning)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("card", "rows"), fewest_rows("byte"))
@@ -135,7 +122,9 @@ def test_every_tile_of_8_bit_weights_beside_8_bit_rows(card: str, rows: int, mon
     request = _request(QUANTS["fp8_block128"], num_experts=2, top_k=1)
     tensors, meaning = random_quantized(request)
     tokens = random_tokens(request, 2 * rows)
-    assert relative_error(output(triton_layer(request, tensors), tokens), _exact(tokens, meaning)) < FP8_TOLERANCE
+    assert (
+        relative_error(output(triton_layer(request, tensors), tokens), exact_quantized(tokens, meaning)) < FP8_TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_the_built_in_plugins_are_listed(moe_core):
     assert torch_row.split() == ["torch", torch_row.split()[1], "any", "ready"]
     # Its package is there on some systems only.
     assert triton_row.split()[:3] == ["triton", triton_row.split()[1], "cuda"]
-    header, dispatchers, runners, peers, triton, note = names.splitlines()
+    header, dispatchers, runners, peers, triton, panels, note = names.splitlines()
     assert header.split() == ["NAME", "DECLARES", "VARIANTS"]
     assert dispatchers.split() == [
         *("torch", "dispatchers", "none.standard,", ".contiguous,", ".masked,"),
@@ -48,8 +48,8 @@ def test_the_built_in_plugins_are_listed(moe_core):
         *(".standard_invariant,", ".contiguous_invariant,", ".masked_invariant"),
     ]
     assert peers.split() == ["triton", "dispatchers", "peer_memory.standard,", ".contiguous,", ".masked"]
-    assert triton.split() == [
-        *("runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,"),
+    assert [*triton.split(), *panels.split()] == [
+        *("runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,", ".standard_panels,", ".fused_panels,"),
         *(".standard_untuned,", ".contiguous_untuned,", ".masked_untuned,", ".fused_untuned"),
     ]
     assert "not looked at" in note
@@ -59,7 +59,7 @@ def test_the_tiers_by_which_runners_rank_are_told_on_request(moe_core):
     shown = moe_core(*NOT_PROBED, "-v", COLUMNS="160").stdout
     lines = [line.removeprefix("tiers").strip() for line in shown.splitlines()]
     assert "fused: triton.fused" in lines
-    assert lines.index("tuned: triton.standard") == lines.index("fused: triton.fused") + 1
+    assert lines.index("tuned: triton.standard, .fused_panels") == lines.index("fused: triton.fused") + 1
     assert "tuned" not in moe_core(*NOT_PROBED).stdout.replace("_untuned", "")
     found = _backends(moe_core(*NOT_PROBED, "--json"))
     assert {runner["name"]: runner["tier"] for runner in found["triton"]["runners"]}["triton.fused"] == "fused"

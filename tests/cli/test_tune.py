@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import warnings
@@ -42,13 +43,13 @@ def _tune(call: Call, *words: str) -> tuple[int, str, str]:
 def test_times_go_to_the_cache_and_rank_from_then_on(call: Call, cache: Path) -> None:
     code, out, err = _tune(call, "--tokens", "8", "--tokens", "1")
     assert code == 0
-    assert "1 layer at 2 token counts: about 0 s of samples, compilation and slow kernels on top\n" in err
+    assert "1 layer at 2 token counts: about 0 s of samples, set-up, compilation and slow kernels on top\n" in err
     assert f"12 times measured; 12 in {cache}" in out.replace("\n", "")
     assert "T=8: " in err
     file = MeasurementFile.read(cache)
     assert set(file.times) == {SHAPE}
-    # One sample has no quartiles.
-    assert all(time.quartiles is None for times in file.times[SHAPE].values() for time in times.values())
+    # One sample has no bounds.
+    assert all(time.bounds is None for times in file.times[SHAPE].values() for time in times.values())
     assert {count for times in file.times[SHAPE].values() for count in times} == {1, 8}
     code, out, _ = call("resolve", *SIZES, "--json", "--environment", _environment(cache))
     (group,) = json.loads(out)["groups"]
@@ -62,7 +63,7 @@ def test_times_go_to_the_cache_and_rank_from_then_on(call: Call, cache: Path) ->
 def test_winners_that_samples_do_not_tell_apart_stay_so(call: Call, cache: Path, tmp_path: Path) -> None:
     _tune(call, "--tokens", "1", "--repeats", "3")
     file = MeasurementFile.read(cache)
-    assert all(time.quartiles for times in file.times[SHAPE].values() for time in times.values())
+    assert all(time.bounds for times in file.times[SHAPE].values() for time in times.values())
     usual, close, behind = (f"torch:none.{form} + torch:torch.{form}" for form in ("standard", "masked", "contiguous"))
     times = {usual: Time(10.0, (9.0, 11.0)), close: Time(10.5, (10.0, 13.0)), behind: Time(12.0, (11.5, 12.5))}
     target = tmp_path / "times.json"
@@ -105,7 +106,7 @@ def test_output_schemes_and_models(call: Call, cache: Path, tmp_path: Path, fold
 def test_named_shapes(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def searched(self: LayerSearch, manager: Any, request: Any, environment: Any) -> None:
+    def searched(self: LayerSearch, manager: Any, request: Any, environment: Any, **others: Any) -> None:
         asked.append((request.num_experts, request.quant.label))
         raise DeviceLostError("enough")
 
@@ -152,11 +153,32 @@ def test_a_wrong_result_is_told_and_nothing_of_it_is_kept(
     assert wrong not in MeasurementFile.read(cache).times[SHAPE]
 
 
-def test_time_that_is_up_keeps_what_was_measured(call: Call, cache: Path) -> None:
+def test_without_time_nothing_is_drawn(call: Call, cache: Path) -> None:
     code, out, err = _tune(call, "--tokens", "1", "--minutes", "0")
     assert (code, cache.exists()) == (1, False)
-    assert "time is up before T=1" in err
+    assert "silu-gated: time is up before drawing the weights" in err
     assert "nothing was measured" in out
+
+
+def test_time_that_is_up_keeps_what_was_measured_and_goes_on_with_the_next_layer(
+    call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LayerSearch._step
+
+    def late(self: LayerSearch, count: int, *arguments: Any) -> Any:
+        if count > 1 and self.request.quant.label == "bf16":
+            self._deadline.require(f"T={count}", 1e9)
+        return original(self, count, *arguments)
+
+    monkeypatch.setattr(LayerSearch, "_step", late)
+    schemes = ("--quant-scheme", "bf16", "--quant-scheme", "w8a8_int8")
+    code, out, err = _tune(call, "--tokens", "1", "--tokens", "2", "--minutes", "9", *schemes)
+    assert (code, "ends after 9 minutes, set-up included" in err) == (0, True)
+    assert "weights bf16, silu-gated: T=2 would take about 1000000000 s more" in err
+    first, second = MeasurementFile.read(cache).times.values()
+    assert {count for times in first.values() for count in times} == {1}
+    assert {count for times in second.values() for count in times} == {1, 2}
+    assert out.count("us per forward") == 2
 
 
 @pytest.mark.error_path
@@ -178,8 +200,26 @@ def test_a_cache_that_does_not_fit_is_reported(call: Call, cache: Path) -> None:
     assert code == 0
     assert "expected schema 1, got 0; run moe-core tune again; what it has of that is not used" in err
     code, _, err = _tune(call, "--tokens", "2")
-    assert "expected schema 1, got 0; run moe-core tune again; not kept" in err
+    assert "expected schema 1, got 0; run moe-core tune again; with the first new time it becomes " in err
+    assert json.loads(cache.with_suffix(".old.json").read_text()) == broken
     assert MeasurementFile.read(cache).num_times == 6
+
+
+@pytest.mark.error_path
+def test_times_of_an_unknown_number_of_threads_are_told(call: Call, cache: Path) -> None:
+    _tune(call, "--tokens", "1")
+    file = MeasurementFile.read(cache)
+    older = user_file(attrs.evolve(file.environment, threads=0))
+    attrs.evolve(file, environment=attrs.evolve(file.environment, threads=0)).write(older)
+    cache.unlink()
+    code, _, err = _tune(call, "--tokens", "2")
+    assert (code, f"warning: measurements {older}: with how many threads they were taken is not known" in err) == (
+        0,
+        True,
+    )
+    # There are others now.
+    code, _, err = _tune(call, "--tokens", "4")
+    assert (code, "warning" in err, older.exists()) == (0, False, True)
 
 
 @pytest.mark.error_path
@@ -219,15 +259,29 @@ def test_no_memory_for_the_inputs_ends_a_layer_and_keeps_its_times(
     assert "the inputs of T=4 and their answer cannot be made: out of memory\n" in err
 
 
+def test_another_run_at_the_same_time_is_told_once(call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LayerSearch._step
+
+    def disturbed(self: LayerSearch, count: int, *arguments: Any) -> Any:
+        if count == 4:
+            MeasurementFile.read(cache).write(cache)
+        return original(self, count, *arguments)
+
+    monkeypatch.setattr(LayerSearch, "_step", disturbed)
+    code, _, err = _tune(call, *itertools.chain(*(("--tokens", str(count)) for count in (1, 2, 4, 8))))
+    assert (code, err.count(f"warning: another moe-core tune writes to {cache}: all times are kept")) == (0, 1)
+
+
 @pytest.mark.error_path
 def test_a_disk_that_is_full_ends_the_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    code, _, err = _tune(call, "--tokens", "1", "--quant-scheme", "bf16", "--quant-scheme", "w8a8_int8")
-    assert code == 1
-    assert err.count("cannot be written ([Errno 28] No space left on device)") == 1
+    code, out, err = _tune(call, "--tokens", "1", "--quant-scheme", "bf16", "--quant-scheme", "w8a8_int8")
+    assert (code, "us per forward" in out) == (1, True)
+    told = "cannot be written ([Errno 28] No space left on device); times of the last token count are only in the table"
+    assert err.count(told) == 1
 
 
 # resolve --------------------------------------------------------------------------------------------------------

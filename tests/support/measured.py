@@ -11,7 +11,7 @@ from moe_core.measurements import Measurement, MeasurementTable, Time, shape_key
 def measured(
     layer: LayerRequest, times: Mapping[str, Mapping[int, float | Time]], *, arch: str = "cpu", source: str = "bench"
 ) -> MeasurementTable:
-    """Times of a layer's shape: full name of a candidate -> tokens -> microseconds, with quartiles or without."""
+    """Times of a layer's shape: full name of a candidate -> tokens -> microseconds, with bounds or without."""
     return MeasurementTable(
         Measurement(
             candidate=candidate,
@@ -20,7 +20,7 @@ def measured(
             num_tokens=count,
             microseconds=time.microseconds if isinstance(time, Time) else float(time),
             source=source,
-            quartiles=time.quartiles if isinstance(time, Time) else None,
+            bounds=time.bounds if isinstance(time, Time) else None,
         )
         for candidate, of_candidate in times.items()
         for count, time in of_candidate.items()

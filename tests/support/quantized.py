@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import torch
+from oracle import activate
 from reference_moe import (
     _groups,
     _safe,
@@ -31,7 +32,7 @@ from reference_moe import (
 )
 
 from moe_core import LayerRequest
-from moe_core.activation import ActivationSpec
+from moe_core.activation import SWIGLU, ActivationSpec
 from moe_core.payloads import Tensor
 from moe_core.quant import (
     BF16,
@@ -247,3 +248,19 @@ def _round_codes(values: Tensor, word: str) -> Tensor:
     if word in ("fp8", "fp4"):
         return to_e4m3fn(values) if word == "fp8" else to_e2m1(values)
     return values.round().clamp(-_LARGEST[word] - 1, _LARGEST[word])
+
+
+def exact_quantized(
+    tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any], weight_on_input: bool = False
+) -> torch.Tensor:
+    """A SwiGLU layer in float64, on what stored weights mean and with rows rounded as the scheme says."""
+    hidden, ids, weights = tokens
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    for expert in range(len(meaning["w13"])):
+        token, slot = torch.where(ids == expert)
+        experts, factor = [expert] * len(token), weights[token, slot, None].double()
+        rows = meaning["round_w13"](hidden[token].double() * (factor if weight_on_input else 1.0), experts)
+        inside = activate(rows @ meaning["w13"][expert].T, SWIGLU).bfloat16()
+        result = meaning["round_w2"](inside, experts) @ meaning["w2"][expert].T
+        out.index_add_(0, token, result * (1.0 if weight_on_input else factor))
+    return out

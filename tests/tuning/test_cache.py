@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import attrs
@@ -69,7 +71,53 @@ def test_two_processes_keep_each_others_times(tmp_path: Path) -> None:
     assert MeasurementFile.read(path).times == {"one": {A: {1: Time(10.0), 4: Time(30.0), 8: Time(40.0)}}}
 
 
-def test_quartiles_of_the_samples_are_kept(tmp_path: Path) -> None:
+def test_another_run_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Recorder(path, CPU, MANAGER).add("shape", 1, {A: Time(10.0)})
+    one, other = (Recorder(path, CPU, MANAGER) for _ in range(2))
+    for count in (2, 4):
+        one.add("shape", count, {A: Time(10.0)})
+    assert not one.is_shared
+    other.add("shape", 8, {A: Time(10.0)})
+    one.add("shape", 16, {A: Time(10.0)})
+    assert other.is_shared
+    assert one.is_shared
+    assert MeasurementFile.read(path).num_times == 5
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
+def test_nobody_writes_between_a_look_and_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    path, tries = tmp_path / "times.json", []
+    recorder = Recorder(path, CPU, MANAGER)
+    held = os.open(tmp_path, os.O_RDONLY)
+
+    def wait(seconds: float) -> None:
+        tries.append(path.exists())
+        if len(tries) == 2:
+            os.close(held)
+
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "sleep", wait)
+    recorder.add("shape", 1, {A: Time(10.0)})
+    assert tries == [False, False]
+    assert MeasurementFile.read(path).num_times == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
+def test_a_lock_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    Recorder(tmp_path / "times.json", CPU, MANAGER).add("shape", 1, {A: Time(10.0)})
+    os.close(held)
+    assert MeasurementFile.read(tmp_path / "times.json").num_times == 1
+
+
+def test_bounds_of_the_samples_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     Recorder(path, CPU, MANAGER).add("shape", 1, {A: Time(10.0, (9.5, 11.0)), B: Time(12.0)})
     Recorder(path, CPU, MANAGER).add("shape", 4, {A: Time(20.0, (20.0, 20.0))})
@@ -98,12 +146,40 @@ def test_times_of_another_machine_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.error_path
-def test_a_broken_file_is_not_kept(tmp_path: Path) -> None:
+def test_a_broken_file_is_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text("{")
     recorder = Recorder(path, CPU, MANAGER)
     expect("cannot be read" in recorder.replaced, recorder.replaced)
     expect(path.read_text() == "{", "nothing is written before there is something to write")
+    recorder.add("new", 1, {A: Time(1.0)})
+    expect(recorder.aside.read_text() == "{" and recorder.aside.name == "times.old.json", recorder.aside)
+    recorder.add("new", 2, {A: Time(1.0)})
+    expect(recorder.aside.read_text() == "{", "what counts is not put aside")
+    expect(MeasurementFile.read(path).num_times == 2)
+
+
+@pytest.mark.error_path
+def test_what_a_run_of_another_version_writes_meanwhile_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    older = attrs.evolve(CPU, packages={"torch": "2.10.0"})
+    one, other = Recorder(path, CPU, MANAGER), Recorder(path, older, MANAGER)
+    one.add("one", 1, {A: Time(1.0)})
+    other.add("other", 1, {A: Time(2.0)})
+    expect(set(MeasurementFile.read(other.aside).times) == {"one"})
+    one.add("one", 2, {A: Time(3.0)})
+    expect(set(MeasurementFile.read(one.aside).times) == {"other"})
+    expect(MeasurementFile.read(path).times == {"one": {A: {1: Time(1.0), 2: Time(3.0)}}})
+
+
+@pytest.mark.error_path
+def test_what_cannot_be_put_aside_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text("{")
+    recorder = Recorder(path, CPU, MANAGER)
+    recorder.aside.mkdir()
+    recorder.add("new", 1, {A: Time(1.0)})
+    expect(MeasurementFile.read(path).num_times == 1)
 
 
 @pytest.mark.error_path

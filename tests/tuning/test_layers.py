@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import attrs
@@ -15,6 +16,7 @@ from moe_core.payloads import RawWeights
 from moe_core.quant import BF16, FP8_BLOCK128, SCHEMES
 from moe_core.tuning.ceilings import Ceilings
 from moe_core.tuning.layers import Batches, _free_host_bytes, bytes_per_expert, layer_floor, random_weights
+from moe_core.tuning.reference import Reference
 from moe_core.tuning.shapes import SHAPES, LayerShape
 from moe_core.weights.expected import expected_tensors
 
@@ -49,6 +51,41 @@ def test_experts_differ_and_a_seed_repeats(name):
         if "global" not in key and "input" not in key:
             assert not torch.equal(bits[0], bits[2])
             assert not torch.equal(bits[0][0], bits[0][1]), key
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128", "w4a16_int4_asym_g128", "nvfp4"])
+def test_experts_in_another_order_are_another_layer(name):
+    # Of a size at which experts have most values from one row of draws.
+    request = LayerShape(5, 1, 256, 128).request(quant=SCHEMES[name])
+    tensors = random_weights(request, "cpu")
+    hidden, _, weights = Batches.random(request, 8, "cpu", num_sets=1).one(0)
+    answers = []
+    for expert in range(5):
+        ids = torch.full((8, 1), expert)
+        answers.append(Reference(request, tensors, (hidden, ids, weights))._answers[0].flatten())
+    alike = torch.corrcoef(torch.stack(answers)) - torch.eye(5)
+    # Answers of 2048 numbers that have nothing to do with each other.
+    assert float(alike.abs().max()) < 0.2
+
+
+def test_values_of_experts_are_mostly_the_same_and_lie_elsewhere():
+    codes = random_weights(SHAPE.request(quant=FP8_BLOCK128), "cpu")["w13"].view(torch.uint8).flatten(1)
+    assert torch.equal(codes[0, 4099:], codes[1, :-4099])
+    # Of no pair of experts do rows of w13, or columns of w2, agree.
+    for first, second in itertools.combinations(range(5), 2):
+        assert (second - first) * 4099 % 256 != 0
+    assert float((codes[0] == codes[1]).float().mean()) < 0.05
+
+
+def test_a_draw_says_how_far_it_is_and_can_be_ended():
+    seen = []
+    request = SHAPE.request(quant=FP8_BLOCK128)
+    random_weights(request, "cpu", told=lambda done, total: seen.append((done, total)))
+    size = round(bytes_per_expert(random_weights(request, "cpu")) * 5)
+    assert (len(seen), seen[-1]) == (4 * 5, (size, size))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    with pytest.raises(ZeroDivisionError):
+        random_weights(request, "cpu", told=lambda done, total: 1 / 0)
 
 
 @pytest.mark.parametrize("fields", [{}, {"tp_size": 2}, {"activation": INTERLEAVED}])

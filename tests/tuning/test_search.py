@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import CPU, W8A8_INT8, bare_plugin, dispatcher, fake_plugin, runner
+from fakes import CPU, W8A8_INT8, bare_plugin, dispatcher, expect, fake_plugin, runner
 from triton_layers import both_manager
 
 from moe_core.activation import ActivationSpec
 from moe_core.environment import probe_environment
-from moe_core.errors import ResolutionError, SpecError
+from moe_core.errors import MoeCoreError, ResolutionError, SpecError
 from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedTensor, PreparedWeights
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import Limit
 from moe_core.tuning import timing
+from moe_core.tuning.deadline import Deadline, TimeUpError
 from moe_core.tuning.search import DeviceLostError, LayerSearch
 
 LAYER = LayerRequest(
@@ -179,6 +180,78 @@ def test_what_the_tiers_would_choose_is_measured_to_the_end(
     assert first.microseconds["toy:broken.fused"] == pytest.approx(10_000)
     assert second.microseconds["toy:broken.fused"] == pytest.approx(10_000)
     assert "toy:broken.fused" not in second.problems
+
+
+def test_what_is_done_next_is_told_before_it_is_done(manager: BackendManager, clock: Clock) -> None:
+    told: list[tuple[str, int]] = []
+    search = LayerSearch(manager, LAYER, CPU, told=lambda what: told.append((what, len(clock.calls))))
+    list(search.steps([1, 2]))
+    words = [what for what, _ in told]
+    # After the part of each of four experts in w13, which is twice as large, and in w2.
+    assert [what.rpartition(" ")[2] for what in words[:8]] == ["17%", "33%", "50%", "67%", "75%", "83%", "92%", "100%"]
+    prepared = [what for what in words if what.startswith("preparing weights for ")]
+    assert {what.removeprefix("preparing weights for ") for what in prepared} == _full(*TIMES)
+    assert words.index("T=1: inputs and their answer") == words.index(prepared[-1]) + 1
+    before = dict(told)
+    first = next(place for place, (name, count) in enumerate(clock.calls) if (name, count) == ("steady", 2))
+    assert before["T=2: toy:steady.fused"] == first
+    assert "T=2: samples of 4 combinations in turns" in words
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "seconds", "message"),
+    [
+        # Each of the five takes two calls to warm up, two samples of 16 calls, and one to compare.
+        (1.0, 0.0, "time is up before drawing the weights"),
+        (10e6, 15.0, "time is up before T=1"),
+        (1e6, 20.0, "T=1 would take about 32 s more, 18 s are left"),
+        (1e6, 40.0, "T=1 would take about 32 s more, 3 s are left"),
+        # Five samples of each.
+        (1e6, 200.0, "T=1 would take about 400 s more, 25 s are left"),
+    ],
+)
+def test_a_count_that_does_not_fit_into_the_time_is_left_out(
+    manager: BackendManager,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    microseconds: float,
+    seconds: float,
+    message: str,
+) -> None:
+    for name in TIMES:
+        monkeypatch.setitem(TIMES, name, lambda count: microseconds)
+    search = LayerSearch(manager, LAYER, CPU, deadline=Deadline(seconds, clock))
+    with pytest.raises(TimeUpError, match=f"^{message}$"):
+        next(search.steps([1]))
+    assert search.problems.keys() <= _full("unbound")
+
+
+def test_samples_end_with_the_time(manager: BackendManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    original = timing.take_turns
+
+    def turns(prepared: Any, repeats: int, seconds: float, failed: Any) -> Any:
+        taken.append(seconds)
+        return original(prepared, repeats, seconds, failed)
+
+    monkeypatch.setattr("moe_core.tuning.search.take_turns", turns)
+    list(LayerSearch(manager, LAYER, CPU, deadline=Deadline(7.0, lambda: 0.0)).steps([1], seconds=9.0))
+    list(LayerSearch(manager, LAYER, CPU).steps([1], seconds=9.0))
+    assert taken == [7.0, 9.0]
+
+
+@pytest.mark.error_path
+def test_weights_that_cannot_be_drawn_are_drawn_once(manager: BackendManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = itertools.count()
+
+    def draw(*arguments: Any, **others: Any) -> Any:
+        next(draws)
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr("moe_core.tuning.search.random_weights", draw)
+    with pytest.raises(MoeCoreError, match=r"^its weights cannot be drawn: out of memory$"):
+        next(LayerSearch(manager, LAYER, CPU).steps([1]))
+    expect(next(draws) == 1)
 
 
 @pytest.mark.error_path

@@ -100,6 +100,7 @@ def _tile_table(request: LayerRequest, device: Device, w13: Projection, w2: Proj
         descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
         halves=request.activation.rows_per_channel,
         block_columns=(w13.weight.block[1], w2.weight.block[1]),
+        panels=w13.weight.panel_rows > 0,
     )
 
 
@@ -222,16 +223,29 @@ class TritonExperts:
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
         inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else self.dtype)
         inside_scale = self.w2.new_scale(inside) if rounds else None
-        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, **gather)
+        counts, _ = self._counts(pair)
+        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=counts > 0, **gather)
         if rounds:
             return inside, inside_scale
         if self.module is not None:
             inside = self.module(inside)
-        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "")
+        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=counts)
+
+    def _counts(self, pair: TilePair) -> tuple[int, int]:
+        """Programs that write each tile of rows of the first projection, and those that have by the time it is rounded.
+
+        Both are 0 where launches wait for the end of the one in front of them.
+        """
+        first, second = pair
+        if self.module is not None or not second.own_rows:
+            return 0, 0
+        programs = divided_up(self.first.width, first.n)
+        own_launch = 0 if self.first.rounds(first) else self.w2.programs_per_tile(first.m, self.first.width)
+        return programs, programs + own_launch
 
     def _second(self, inside: tuple[Tensor, Tensor | None], tiles: RowTiles, pair: TilePair) -> Tensor:
         """Second projection and what follows it, `[R, H]`."""
         rows, scale = inside
         out = rows.new_empty((rows.shape[0], self.second.width), dtype=self.row_dtype)
-        self.second(rows, tiles, out, pair[1], row_scale=scale)
+        self.second(rows, tiles, out, pair[1], row_scale=scale, awaited=self._counts(pair)[1])
         return out if self.post_norm is None else self.post_norm(out)

@@ -8,7 +8,7 @@ import attrs
 
 from moe_core.activation import ActivationPattern
 from moe_core.backends.torch.plugin import CODES
-from moe_core.backends.triton.schemes import SUPPORTED
+from moe_core.backends.triton.schemes import IN_PANELS, SUPPORTED
 from moe_core.hookspecs import hookimpl
 from moe_core.specs import DispatcherSpec, Limit, PluginSpec, Requirement, RunnerSpec, TokenDtype
 from moe_core.vocabulary import CANONICAL
@@ -25,6 +25,8 @@ _ACTIVATIONS = (
 )
 #: Where tiles were measured and tests ran.
 _MEASURED_ARCHS = ("sm90",)
+#: Tag of weights in panels (`moe_core.kernels.panels`).
+_PANELS = "triton_panels"
 _OTHER_ARCHS = ("sm80", "sm86", "sm89", "sm100", "sm103", "sm120")
 #: What all of them multiply: the older ones have no e4m3, neither as weights nor as scales.
 _OTHER_DTYPES = ("bf16", "fp16", "int8", "int4")
@@ -92,6 +94,20 @@ def _fused() -> RunnerSpec:
     )
 
 
+def _in_panels(runner: RunnerSpec) -> RunnerSpec:
+    """The same kernels on weights in panels, which tiles read in longer stretches; they are a copy of the raw ones."""
+    return attrs.evolve(
+        runner,
+        kernel=f"{runner.kernel}_panels",
+        schemes=IN_PANELS,
+        weight_layout=_PANELS,
+        # Whole panels of 8-bit numbers.
+        limits=(*runner.limits, *(Limit(size, "multiple_of", 128) for size in ("hidden_size", "intermediate_size"))),
+        # Where nothing was measured, weights are borrowed as they are.
+        tier="tuned" if runner.tier == "fused" else "generic",
+    )
+
+
 def _untuned(runner: RunnerSpec) -> RunnerSpec:
     """The same kernels on other generations, with tiles that were chosen elsewhere."""
     schemes = tuple(scheme for scheme in runner.schemes if scheme.w13.weight_dtype in _OTHER_DTYPES)
@@ -103,12 +119,13 @@ def _untuned(runner: RunnerSpec) -> RunnerSpec:
 def declare_backends() -> PluginSpec:
     """Everything that the kernels in `moe_core.kernels.triton` can do."""
     runners = [*map(_runner, _FORMATS), _fused()]
+    in_panels = [_in_panels(runner) for runner in runners if runner.format in ("standard", "fused")]
     return PluginSpec(
         name="triton",
         hook_api=1,
         description="grouped GEMMs in Triton, on tokens as they come; tokens between the GPUs of one host",
         dispatchers=[*map(_peer_memory, _FORMATS)],
-        runners=[*runners, *map(_untuned, runners)],
+        runners=[*runners, *in_panels, *map(_untuned, runners)],
         requirements=(
             Requirement(module="torch", minimum="2.10", install="pip install 'torch>=2.10'"),
             Requirement(module="triton", minimum="3.6", install="pip install 'triton>=3.6' (comes with torch on CUDA)"),
@@ -118,12 +135,15 @@ def declare_backends() -> PluginSpec:
 
 @hookimpl
 def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
-    """Canonical weights are read as they are."""
-    # A layout tag means one layout in every plugin, and this one has its making there.
-    from moe_core.backends.torch.weights import prepare
+    """Canonical weights are read as they are; panels are copies."""
     from moe_core.backends.triton.weights import check_scales
 
     check_scales(weights.tensors, plan.request.local_quant)
+    if plan.weight_layout == _PANELS:
+        from moe_core.backends.triton.panels import prepare
+    else:
+        # A layout tag means one layout in every plugin, and this one has its making there.
+        from moe_core.backends.torch.weights import prepare
     return prepare(plan, weights, out)
 
 

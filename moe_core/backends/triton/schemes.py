@@ -28,6 +28,13 @@ def _both(dtype: str, block: tuple[int, int], group: int, how: str = "dynamic", 
     )
 
 
+def _block_fp8(rows: int, columns: int) -> LayerQuant:
+    return LayerQuant(
+        _both("fp8", (rows, 128), 128, scale="fp32"),
+        _both("fp8", (128, columns), 128, scale="fp32"),
+    )
+
+
 #: One weight scale per output channel or per half; one activation scale per token, or one for all from the checkpoint.
 WHOLE_ROWS = tuple(
     _both(dtype, block, group, how)
@@ -36,14 +43,7 @@ WHOLE_ROWS = tuple(
     for group, how in ((WHOLE, "dynamic"), (PER_TENSOR, "static"))
 )
 #: A tensor-parallel cut shortens the rows of w13's blocks and the columns of w2's.
-BLOCK_FP8 = tuple(
-    LayerQuant(
-        _both("fp8", (rows, 128), 128, scale="fp32"),
-        _both("fp8", (128, columns), 128, scale="fp32"),
-    )
-    for rows in _ROWS
-    for columns in _COLUMNS
-)
+BLOCK_FP8 = tuple(_block_fp8(rows, columns) for rows in _ROWS for columns in _COLUMNS)
 #: Stored in fewer bits, multiplied as floats; the cut shortens w2's groups.
 WEIGHT_ONLY = tuple(
     LayerQuant(_weight_only(dtype, group, **more), _weight_only(dtype, cut, **more))
@@ -56,5 +56,12 @@ WEIGHT_ONLY = tuple(
     for group in _GROUPS
     for cut in _GROUPS
     if cut == group or (cut < group and WHOLE not in (cut, group))
+)
+#: Weights in panels: floats, and 8 bits on both sides with blocks of scales as wide as panels are.
+IN_PANELS = (
+    LayerQuant.of(BF16),
+    LayerQuant.of(FP16),
+    *map(LayerQuant.of, WHOLE_ROWS),
+    *(_block_fp8(rows, 128) for rows in _ROWS),
 )
 SUPPORTED = (LayerQuant.of(BF16), LayerQuant.of(FP16), *map(LayerQuant.of, WHOLE_ROWS), *BLOCK_FP8, *WEIGHT_ONLY)

@@ -66,8 +66,8 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
     },
     "H200": {
         "half": {
-            8: (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True)),
-            24: (Tile(32, 64, 128, 4, 2, swap=True, tma=True), Tile(32, 128, 64, 4, 5, swap=True)),
+            8: (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True, own_rows=True)),
+            24: (Tile(32, 64, 128, 4, 2, swap=True, tma=True), Tile(32, 128, 64, 4, 5, swap=True, own_rows=True)),
             48: (Tile(64, 64, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 4, tma=True, tma_rows=True)),
             96: (Tile(128, 64, 64, 8, 7, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True)),
             256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True, resident=1)),
@@ -77,7 +77,7 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
             ),
         },
         "byte": {
-            8: (Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True)),
+            8: (Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True, own_rows=True)),
             24: (Tile(32, 64, 128, 4, 5, swap=True, tma=True), Tile(32, 128, 128, 4, 3, swap=True)),
             96: (Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 128, 4, 3, tma=True, tma_rows=True)),
             math.inf: (
@@ -87,12 +87,38 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
         },
     },
 }
+#: The same for weights in panels (H200, 2026-11-29). A step is a panel's columns, 128 bytes.
+IN_PANELS: dict[str, dict[float, TilePair]] = {
+    "half": {
+        2: (Tile(16, 32, 64, 4, 5, swap=True, tma=True), Tile(16, 128, 64, 4, 4, swap=True, tma=True, own_rows=True)),
+        8: (Tile(16, 64, 64, 4, 6, swap=True, tma=True), Tile(16, 128, 64, 4, 6, swap=True, tma=True, own_rows=True)),
+        24: (Tile(32, 128, 64, 8, 2, swap=True, tma=True), Tile(32, 128, 64, 4, 5, swap=True, tma=True, own_rows=True)),
+        48: (Tile(64, 128, 64, 8, 5, tma=True), Tile(64, 256, 64, 8, 5, tma=True, own_rows=True)),
+        96: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True)),
+        256: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True, tma_rows=True, resident=1)),
+        math.inf: (
+            Tile(128, 128, 64, 8, 4, tma=True),
+            Tile(128, 256, 64, 8, 3, tma=True, tma_rows=True, resident=1),
+        ),
+    },
+    "byte": {
+        8: (Tile(16, 64, 128, 4, 3, swap=True, tma=True), Tile(16, 128, 128, 4, 3, swap=True, own_rows=True)),
+        24: (Tile(32, 64, 128, 4, 2, swap=True, tma=True), Tile(32, 128, 128, 4, 3, swap=True, tma=True)),
+        96: (Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 128, 4, 3, tma=True, tma_rows=True)),
+        math.inf: (
+            Tile(64, 128, 128, 8, 4, tma=True),
+            Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
+        ),
+    },
+}
 #: The card whose tiles others get, and every card those for operands that were not measured on it.
 _USUAL = "H100"
 
 
-def measured(operands: str, device_name: str) -> dict[float, TilePair]:
+def measured(operands: str, device_name: str, panels: bool = False) -> dict[float, TilePair]:
     """The tiles for these operands on a device, by the card that its name holds; a GH200 is taken for an H200."""
+    if panels:
+        return IN_PANELS[operands]
     card = next((card for card in MEASURED if card in device_name), _USUAL)
     return MEASURED[card].get(operands, MEASURED[_USUAL][operands])
 
@@ -110,6 +136,7 @@ class TileTable:
         shared_bytes: Shared memory that one program may have.
         descriptors: Whether the device has a bulk copy engine and can read both projections with it.
         device_name: As its driver says it; tells which card's tiles are taken.
+        panels: Whether weights are in panels.
         halves: 2 for a gated layer, whose first GEMM reads two weight rows per output, else 1.
         block_columns: Inputs that share a weight scale in either GEMM, 0 for all; a step must lie within a block.
         pairs: Most rows per expert, on average and ascending -> tiles; more rows than the last take its tiles.
@@ -120,6 +147,7 @@ class TileTable:
     shared_bytes: int
     descriptors: bool
     device_name: str = ""
+    panels: bool = False
     halves: int = 2
     block_columns: tuple[int, int] = (0, 0)
     pairs: dict[float, TilePair] = attrs.field()
@@ -128,7 +156,7 @@ class TileTable:
 
     @pairs.default
     def _measured(self) -> dict[float, TilePair]:
-        return measured(self.operands, self.device_name)
+        return measured(self.operands, self.device_name, self.panels)
 
     @_allowed_pairs.default
     def _allow(self) -> tuple[tuple[float, TilePair], ...]:

@@ -9,7 +9,7 @@ import torch
 
 from moe_core.errors import WeightsError
 from moe_core.kernels.triton.launch import divided_up
-from moe_core.kernels.triton.quantize import quantize_rows
+from moe_core.kernels.triton.quantize import programs_per_tile, quantize_rows
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.kernels.triton.weights import INT4_SCALE_LIMIT, GroupedWeight
 from moe_core.payloads import PreparedWeights, Tensor, bias_name
@@ -46,15 +46,21 @@ class Projection:
         """Room for the scales of such groups of `codes [R, C]`: fp32 `[R, ceil(C / group)]`."""
         return codes.new_empty((codes.shape[0], divided_up(codes.shape[1], self.group)), dtype=torch.float32)
 
-    def rounded(self, rows: Tensor, tiles: RowTiles | None, pdl: str = "") -> tuple[Tensor, Tensor | None]:
+    def rounded(
+        self, rows: Tensor, tiles: RowTiles | None, pdl: str = "", awaited: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """`rows [R, C]` as the GEMM reads them, and fp32 scales `[R, groups]`, None for floats; only those of `tiles`.
 
-        Static scales are those of experts, so that they need `tiles`; `pdl` is that of `quantize_rows`.
+        Static scales are those of experts, so that they need `tiles`; `pdl` and `awaited` are those of `quantize_rows`.
         """
         if self.rounds_to is None:
             return rows, None
-        group = self.group or rows.shape[1]
-        return quantize_rows(rows, self.rounds_to, group, static_scale=self.input_scale, tiles=tiles, pdl=pdl)
+        scale, group = self.input_scale, self.group or rows.shape[1]
+        return quantize_rows(rows, self.rounds_to, group, static_scale=scale, tiles=tiles, pdl=pdl, awaited=awaited)
+
+    def programs_per_tile(self, block_m: int, width: int) -> int:
+        """Programs that round a tile of such rows, 0 where they are read as they are."""
+        return 0 if self.rounds_to is None else programs_per_tile(block_m, width, self.group or width)
 
 
 def projection(weights: PreparedWeights, name: str, scheme: QuantScheme) -> Projection:

@@ -33,7 +33,8 @@ def combine(
         topk_weights: `[T, K]`, used as fp32; None when the rows are already weighted.
         dtype: Of the result.
         scaling_factor: Multiplies the sum, before it is rounded.
-        pdl: Launched before the kernel that writes `rows` has ended (see the package).
+        pdl: Launched before the kernel that writes `rows`, and nothing else that this one reads, has ended (see the
+            package).
 
     Returns:
         `[T, H]`; zeros for a token without any row.
@@ -57,7 +58,7 @@ def combine(
 
 
 def _constants(top_k: int, block: int, pdl: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": pdl}
+    options = {"num_warps": 8, "enable_fp_fusion": False, "launch_pdl": pdl}
     return {"TOP_K": top_k, "BLOCK": block, "PDL": pdl}, options
 
 
@@ -80,16 +81,24 @@ def _combine(
 ):
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The launch in front writes rows alone: where they are, and their weights, can be read before it has ended.
+    places = ()
+    factors = ()
+    for slot in tl.static_range(TOP_K):
+        places += (tl.load(row_map + token * stride_mt + slot * stride_mk).to(tl.int64),)  # type: ignore[assignment]
+        if weights is not None:
+            weight = tl.load(weights + token * stride_wt + slot * stride_wk)
+            factors += (weight.to(tl.float32),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP_K):
-        row = tl.load(row_map + token * stride_mt + slot * stride_mk).to(tl.int64)
         # Masked, not multiplied by zero: an undefined row may be NaN.
-        limit = tl.where(row >= 0, width, 0)
-        value = tl.load(rows + row * stride + columns, mask=columns < limit, other=0.0).to(tl.float32)
+        limit = tl.where(places[slot] >= 0, width, 0)
+        value = tl.load(rows + places[slot] * stride + columns, mask=columns < limit, other=0.0).to(tl.float32)
         if weights is not None:
-            value = value * tl.load(weights + token * stride_wt + slot * stride_wk).to(tl.float32)
+            value = value * factors[slot]
         total += tl.where(columns < limit, value, 0.0)
     # A product with 1 is exact.
     total *= scaling_factor

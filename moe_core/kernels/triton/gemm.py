@@ -61,12 +61,12 @@ class GroupedGemm:
         self._between, self._group = rounded_from, rounded_group
         gated = activation is not None and activation.gated
         self._halves = 2 if gated else 1
-        self.width = weight.data.shape[1] // self._halves
+        self.width = weight.num_rows // self._halves
         # Rows of a layer without a gate are in the order of its outputs as well.
         self._interleaved = activation is None or not activation.gated or activation.row_order == "interleaved"
         self._scales = weight.scale, weight.zero_point, weight.row_scale
         self._stored = weight.stored()
-        self._strides = *self._stored.stride(), *strides_of(weight.bias, 2)
+        self._strides = *self._stored.stride()[:3], *strides_of(weight.bias, 2)
         self._scale_strides = *strides_of(weight.scale, 3), *strides_of(weight.zero_point, 3)
         self._launches = Launches(grouped_gemm)
 
@@ -85,6 +85,8 @@ class GroupedGemm:
         order: Tensor | None = None,
         top_k: int = 1,
         out_scale: Tensor | None = None,
+        counts: bool = False,
+        awaited: int = 0,
     ) -> Tensor:
         """Multiply every row of `tiles`.
 
@@ -97,6 +99,9 @@ class GroupedGemm:
             order: `[N]`, the slot of each row if `rows` are tokens, which are then gathered (`order[r] // top_k`).
             top_k: Slots per token, with `order`.
             out_scale: fp32 `[*, groups]`, gets the scales of `out` if that takes codes, fp8 or int8.
+            counts: Programs count themselves in the tiles whose rows they have written.
+            awaited: Start on a tile as soon as so many programs of the launch in front have counted themselves there,
+                instead of after its end.
 
         Returns:
             `out`.
@@ -107,11 +112,12 @@ class GroupedGemm:
         repeats, num_programs = usual < num_tiles, usual * divided_up(self.width, tile.n)
         if tile.resident:
             num_programs = min(num_programs, tile.resident * self._multiprocessors)
-        by_descriptor = tile.tma_rows and order is None and takes_descriptor(rows)
+        # What the bulk copy engine reads is ordered after the end of a launch, not after counts.
+        by_descriptor = tile.tma_rows and order is None and not awaited and takes_descriptor(rows)
         row_strides = rows.stride(0), out.stride(0), *(0 if s is None else s.stride(0) for s in (out_scale, row_scale))
         key = (
             *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None, out_scale is None),
-            *(is_aligned(rows), is_aligned(out), repeats),
+            *(is_aligned(rows), is_aligned(out), repeats, counts, awaited),
         )
         self._launches(
             key,
@@ -135,12 +141,17 @@ class GroupedGemm:
                 row_strides[3],
                 *self._scale_strides,
             ),
-            lambda: self._constants(tile, repeats, by_descriptor, _scaling(rows, weight, row_scale), out.dtype),
+            lambda: self._constants(
+                tile,
+                {"REPEATS": repeats, "TMA_ROWS": by_descriptor, "COUNTS": counts, "AWAITED": awaited},
+                _scaling(rows, weight, row_scale),
+                out.dtype,
+            ),
         )
         return out
 
     def _constants(
-        self, tile: Tile, repeats: bool, by_descriptor: bool, scaling: str, out_dtype: torch.dtype
+        self, tile: Tile, of_call: dict[str, Any], scaling: str, out_dtype: torch.dtype
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         weight = self._weight
         constants = {
@@ -149,9 +160,7 @@ class GroupedGemm:
             "BK": tile.k,
             "SWAP": tile.swap,
             "TMA": tile.tma,
-            "TMA_ROWS": by_descriptor,
             "PERSISTENT": tile.resident > 0,
-            "REPEATS": repeats,
             "TURN": _ROW_TILES_PER_TURN,
             "EVEN_K": weight.num_inputs % tile.k == 0,
             "INTERLEAVED": self._interleaved,
@@ -165,7 +174,9 @@ class GroupedGemm:
             "OUT_GROUP": self._group,
             "CODE_MAX": CODE_MAX.get(out_dtype),
             "CODE_MIN": CODE_MIN.get(out_dtype),
+            "PANEL": weight.panel_rows,
             "PDL": self._pdl,
+            **of_call,
             **activation_constants(self._activation),
         }
         return constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": self._pdl}

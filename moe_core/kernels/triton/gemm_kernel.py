@@ -8,7 +8,7 @@ import triton.language as tl
 from moe_core.kernels.triton.activation import activate
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
 from moe_core.kernels.triton.quantize import codes_of, dynamic_scale
-from moe_core.kernels.triton.rows import TILE_FIELDS
+from moe_core.kernels.triton.rows import TILE_FIELDS, count_program, wait_for_rows
 from moe_core.kernels.triton.weights import load_groups, load_tile, load_weight_only
 
 
@@ -25,7 +25,7 @@ def _used(tiles, num_row_tiles):
 
 @triton.jit
 def _tile(tiles, position, columns, BM: tl.constexpr, TURN: tl.constexpr):
-    """Expert, first row, row after the expert's last, and tile of columns of one place in the order of all tiles.
+    """Expert, entry, first row, row after the expert's last, and tile of columns of one place in the order of all.
 
     Experts follow each other; a few tiles of one expert's rows take turns on each tile of its weights.
     """
@@ -37,7 +37,8 @@ def _tile(tiles, position, columns, BM: tl.constexpr, TURN: tl.constexpr):
     before = tl.load(entry + 3) % TURN
     in_turn = tl.minimum(before + tl.cdiv(end - first, BM), TURN)
     inside = before * columns + position % columns
-    return expert, first + (inside % in_turn - before) * BM, end, inside // in_turn
+    after = inside % in_turn - before
+    return expert, entry + TILE_FIELDS * after, first + after * BM, end, inside // in_turn
 
 
 @triton.jit
@@ -165,6 +166,9 @@ def grouped_gemm(
     OUT_GROUP: tl.constexpr,
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
+    PANEL: tl.constexpr,
+    COUNTS: tl.constexpr,
+    AWAITED: tl.constexpr,
     PDL: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -177,7 +181,8 @@ def grouped_gemm(
     HALVES: tl.constexpr = 2 if GATED else 1
     program = tl.program_id(0)
     columns = tl.cdiv(width, BN)
-    if PDL:
+    # The table is there: the launch in front has waited for it before it let this one begin.
+    if PDL and not AWAITED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if PERSISTENT:
@@ -185,6 +190,8 @@ def grouped_gemm(
         step = tl.num_programs(0)
     else:
         if tl.load(tiles + TILE_FIELDS * (program // columns)) < 0:
+            if PDL and AWAITED:
+                tl.extra.cuda.gdc_wait()
             return
         end = program + 1
         step = tl.num_programs(0)
@@ -194,7 +201,7 @@ def grouped_gemm(
             if tl.load(tiles + TILE_FIELDS * following, mask=following < num_row_tiles, other=-1) >= 0:
                 end = _used(tiles, num_row_tiles) * columns
     for position in tl.range(program, end, step, flatten=PERSISTENT):
-        expert, first, end_row, column_tile = _tile(tiles, position, columns, BM, TURN)
+        expert, entry, first, end_row, column_tile = _tile(tiles, position, columns, BM, TURN)
         rows = first + tl.arange(0, BM)
         there = rows < end_row
         # Rows past the group repeat its first one and are not stored.
@@ -203,9 +210,14 @@ def grouped_gemm(
         if order is not None:
             sources = tl.load(order + rows) // top_k
         sources = sources.to(tl.int64)
+        if AWAITED:
+            wait_for_rows(entry, AWAITED)
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
 
         BW: tl.constexpr = BN * HALVES
         w_columns, w_rows = _weight_rows(column_tile, width, BN, HALVES, INTERLEAVED)
+        panel = (expert * (width * HALVES) + column_tile * BW) // PANEL if PANEL else 0
         expert = expert.to(tl.int64)
         base = w
         if not TMA:
@@ -244,7 +256,13 @@ def grouped_gemm(
                 pointers = x + sources[:, None] * stride_x + k_columns[None, :]
                 real = there[:, None] if EVEN_K else there[:, None] & (k_columns[None, :] < num_inputs)
                 x_tile = as_operand(tl.load(pointers, mask=real, other=0.0))
-            if TMA:
+            if PANEL and TMA:
+                w_tile = as_operand(tl.reshape(w.load([panel, k // BK, column_tile * BW % PANEL, 0]), (BW, BK)))
+            elif PANEL:
+                inside = w_columns % (width * HALVES)
+                pointers = base + (inside // PANEL)[:, None] * stride_wn + k // BK * stride_wk
+                w_tile = as_operand(tl.load(pointers + (inside % PANEL)[:, None] * BK + tl.arange(0, BK)[None, :]))
+            elif TMA:
                 w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
             elif SCALING == "weight":
                 w_tile = load_weight_only(
@@ -305,3 +323,8 @@ def grouped_gemm(
                 out.dtype.element_ty,
             )
         tl.store(pointers, value, mask=there[:, None] & (out_columns[None, :] < width))
+        if COUNTS:
+            count_program(entry)
+    if PDL and AWAITED:
+        # So that launches end in their order.
+        tl.extra.cuda.gdc_wait()

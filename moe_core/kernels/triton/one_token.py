@@ -40,11 +40,12 @@ class OneToken:
             check: Stop the device on an id out of range.
             pdl: Start the second launch before the first has ended (see the package).
         """
-        num_experts, self._hidden_size, self._inner = w2.data.shape
+        num_experts, self._hidden_size, self._inner = w2.data.shape[0], w2.num_rows, w2.num_inputs
         self._activation, self._tiles, self._check, self._pdl = activation, tiles, check, pdl
         self._first, self._second = Launches(_first_projection), Launches(_second_projection)
         self._w13, self._w2 = (w13.data, w13.bias), (w2.data, w2.bias)
-        strides13, strides2 = ((*weight.data.stride(), *strides_of(weight.bias, 2)) for weight in (w13, w2))
+        strides13, strides2 = ((*weight.data.stride()[:3], *strides_of(weight.bias, 2)) for weight in (w13, w2))
+        self._panels = [{"PANEL": each.panel_rows, "PANEL_COLUMNS": each.panel_columns} for each in (w13, w2)]
         self._sizes13 = num_experts, self._inner, self._hidden_size, *strides13
         self._sizes2 = self._hidden_size, self._inner, *strides2
 
@@ -85,6 +86,7 @@ class OneToken:
             "BN": tile.n,
             "BK": tile.k,
             "EVEN_K": self._hidden_size % tile.k == 0,
+            **self._panels[0],
             "INTERLEAVED": not activation.gated or activation.row_order == "interleaved",
             "CHECK": self._check,
             "PDL": self._pdl,
@@ -101,9 +103,22 @@ class OneToken:
             "BN": tile.n,
             "BK": tile.k,
             "EVEN_K": self._inner % tile.k == 0,
+            **self._panels[1],
             "PDL": self._pdl,
         }
         return constants, {"num_warps": tile.num_warps, "launch_pdl": self._pdl}
+
+
+@triton.jit
+def _row_places(rows, stride, PANEL: tl.constexpr, PANEL_COLUMNS: tl.constexpr):
+    """Where rows begin inside an expert; `stride` is that of panels if there are any."""
+    return rows // PANEL * stride + rows % PANEL * PANEL_COLUMNS if PANEL else rows * stride
+
+
+@triton.jit
+def _input_places(inputs, stride, PANEL_COLUMNS: tl.constexpr):
+    """Where inputs lie inside a row."""
+    return inputs // PANEL_COLUMNS * stride + inputs % PANEL_COLUMNS if PANEL_COLUMNS else inputs * stride
 
 
 @triton.jit
@@ -125,6 +140,8 @@ def _first_projection(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PANEL: tl.constexpr,
+    PANEL_COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CHECK: tl.constexpr,
     PDL: tl.constexpr,
@@ -148,19 +165,20 @@ def _first_projection(
     HALVES: tl.constexpr = 2 if GATED else 1
     BW: tl.constexpr = BN * HALVES
     columns = tl.program_id(0) * BW + tl.arange(0, BW)
-    w_rows = columns % (width * HALVES)
-    if not INTERLEAVED:
-        w_rows = (w_rows % 2) * width + w_rows // 2
-    base = w + expert * stride_we + w_rows[:, None] * stride_wn
+    in_turns = columns % (width * HALVES)
+    w_rows = in_turns if INTERLEAVED else (in_turns % 2) * width + in_turns // 2
+    rows = in_turns if PANEL else w_rows
+    base = w + expert * stride_we + _row_places(rows, stride_wn, PANEL, PANEL_COLUMNS)[:, None]
     acc = tl.zeros((BW, BK), dtype=tl.float32)
     for k in range(0, num_inputs, BK):
         inputs = k + tl.arange(0, BK)
+        pointers = base + _input_places(inputs, stride_wk, PANEL_COLUMNS)[None, :]
         if EVEN_K:
             vector = tl.load(x + inputs)
-            weight = tl.load(base + inputs[None, :] * stride_wk)
+            weight = tl.load(pointers)
         else:
             vector = tl.load(x + inputs, mask=inputs < num_inputs, other=0.0)
-            weight = tl.load(base + inputs[None, :] * stride_wk, mask=inputs[None, :] < num_inputs, other=0.0)
+            weight = tl.load(pointers, mask=inputs[None, :] < num_inputs, other=0.0)
         acc += weight.to(tl.float32) * vector.to(tl.float32)[None, :]
     total = tl.sum(acc, axis=1)
     if bias is not None:
@@ -196,6 +214,8 @@ def _second_projection(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PANEL: tl.constexpr,
+    PANEL_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All experts of a few outputs, so that the weighted sum stays in registers."""
@@ -210,16 +230,17 @@ def _second_projection(
         expert = tl.load(ids + slot * stride_ids).to(tl.int64)
         if expert >= 0:
             factor = tl.load(weights + slot * stride_weights).to(tl.float32)
-            base = w + expert * stride_we + w_rows[:, None] * stride_wn
+            base = w + expert * stride_we + _row_places(w_rows, stride_wn, PANEL, PANEL_COLUMNS)[:, None]
             for k in range(0, num_inputs, BK):
                 inputs = k + tl.arange(0, BK)
+                pointers = base + _input_places(inputs, stride_wk, PANEL_COLUMNS)[None, :]
                 if EVEN_K:
                     vector = tl.load(x + slot * num_inputs + inputs)
-                    weight = tl.load(base + inputs[None, :] * stride_wk)
+                    weight = tl.load(pointers)
                 else:
                     there = inputs < num_inputs
                     vector = tl.load(x + slot * num_inputs + inputs, mask=there, other=0.0)
-                    weight = tl.load(base + inputs[None, :] * stride_wk, mask=there[None, :], other=0.0)
+                    weight = tl.load(pointers, mask=there[None, :], other=0.0)
                 acc += weight.to(tl.float32) * (vector * factor)[None, :]
             if bias is not None:
                 total_bias += factor * tl.load(bias + expert * stride_be + w_rows * stride_bn).to(tl.float32)

@@ -15,7 +15,17 @@ from moe_core.kernels.scale_layouts import PACKED_SCALES, block_strides, code_fo
 from moe_core.kernels.triton.activation import activation_constants, load_activated
 from moe_core.kernels.triton.interpreter import narrow
 from moe_core.kernels.triton.launch import Launches, divided_up, looked_at
-from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program, scale_offset, tile_range
+from moe_core.kernels.triton.rows import (
+    TILE_FIELDS,
+    count_program,
+    exists,
+    flat_rows,
+    row_range,
+    rows_per_program,
+    scale_offset,
+    tile_range,
+    wait_for_rows,
+)
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.payloads import Tensor
 from moe_core.specs import TokenDtype
@@ -46,6 +56,7 @@ def quantize_rows(
     activation: ActivationSpec | None = None,
     tiles: RowTiles | None = None,
     pdl: str = "",
+    awaited: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Codes `[R, C]` of `dtype` and scales fp32 `[R, ceil(C / group)]`; numbers as in `ops.quantize`.
 
@@ -59,9 +70,20 @@ def quantize_rows(
         tiles: The rows that exist; others are neither read nor written. None for all.
         pdl: `read` or `write` for a launch that begins before the one in front of it has ended (see the package), and
             waits for it before it reads, or only before it writes, where that one writes none of its arguments.
+        awaited: Start on a tile as soon as so many programs of the launch in front have counted themselves there,
+            instead of after its end, and count on: `programs_per_tile`.
     """
     scales = rows.new_empty((rows.shape[0], divided_up(_width(rows, activation), group)), dtype=torch.float32)
-    return _quantize(rows, dtype, group, scales, activation, tiles=tiles, static_scale=static_scale, pdl=pdl), scales
+    return _quantize(
+        rows, dtype, group, scales, activation, tiles=tiles, static_scale=static_scale, pdl=pdl, awaited=awaited
+    ), scales
+
+
+def programs_per_tile(block_m: int, width: int, group: int) -> int:
+    """How many programs of `quantize_rows` round the rows of a tile."""
+    num_groups = divided_up(width, group)
+    groups, _ = program_of(_block(group), num_groups, packed=False)
+    return divided_up(block_m, _ROWS_PER_PROGRAM) * divided_up(num_groups, groups)
 
 
 def _width(rows: Tensor, activation: ActivationSpec | None) -> int:
@@ -80,6 +102,7 @@ def _quantize(
     tiles: RowTiles | None = None,
     static_scale: Tensor | None = None,
     pdl: str = "",
+    awaited: int = 0,
 ) -> Tensor:
     """Writes `scales`, returns the codes; one launch."""
     width = _width(rows, activation)
@@ -88,7 +111,7 @@ def _quantize(
     num_rows, num_groups = flat.shape[0], divided_up(width, group)
     if not num_rows:
         return codes
-    block = 1 << (group - 1).bit_length()
+    block = _block(group)
     groups, warps = program_of(block, num_groups, packed)
     if tiles is None:
         parts, run = 1, rows_per_program(num_rows, real)
@@ -101,11 +124,16 @@ def _quantize(
     table, real = None if tiles is None else tiles.table, None if real is None else real.contiguous()
     tensors = flat, codes, scales, static_scale, table, real
     sizes = width, flat.stride(0), group, num_groups
-    unit = dtype, activation, rows.dim() == 3, packed, groups, block, parts, pdl, warps
+    unit = dtype, activation, rows.dim() == 3, packed, groups, block, parts, pdl, awaited, warps
     key = unit, looked_at(*tensors, *sizes, stride_row)
     arguments = *tensors, *sizes, run, num_rows, block_rows, stride_block, stride_row, stride_word
     _launches(key, (programs, divided_up(num_groups, groups), 1), arguments, partial(_constants, *unit))
     return codes
+
+
+def _block(group: int) -> int:
+    """The power of two that a group is in."""
+    return 1 << (group - 1).bit_length()
 
 
 def program_of(block: int, num_groups: int, packed: bool, values: int = _VALUES_PER_PROGRAM) -> tuple[int, int]:
@@ -128,6 +156,7 @@ def _constants(
     block: int,
     parts: int,
     pdl: str,
+    awaited: int,
     warps: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     constants = {
@@ -139,6 +168,7 @@ def _constants(
         "CODE_MAX": CODE_MAX[dtype],
         "CODE_MIN": CODE_MIN[dtype],
         "PDL": pdl,
+        "AWAITED": awaited,
         "INTERLEAVED": activation is not None and activation.row_order == "interleaved",
         **activation_constants(activation),
     }
@@ -228,6 +258,7 @@ def _quantize_rows(
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
     PDL: tl.constexpr,
+    AWAITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -237,13 +268,16 @@ def _quantize_rows(
     CLAMP_AFTER: tl.constexpr,
 ):
     if PDL == "read":
-        tl.extra.cuda.gdc_wait()
+        if not AWAITED:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if tiles is None:
         first, end = row_range(tl.program_id(0), run, num_rows)
         expert = -1
     else:
         first, end, expert = tile_range(tiles, tl.program_id(0), run, PARTS)
+        if AWAITED and expert >= 0:
+            wait_for_rows(tiles + TILE_FIELDS * (tl.program_id(0) // PARTS), AWAITED)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = tl.arange(0, BLOCK)
     columns = groups[:, None] * group + inside[None, :]
@@ -268,6 +302,12 @@ def _quantize_rows(
             tl.store(codes + row * width + columns, code, mask=there)
             place = scales + scale_offset(row, block_rows, stride_block, stride_row)
             store_scales(place, scale, groups, num_groups, stride_word, PACKED)
+    if AWAITED:
+        if expert >= 0:
+            count_program(tiles + TILE_FIELDS * (tl.program_id(0) // PARTS))
+        if PDL == "read":
+            # So that launches end in their order.
+            tl.extra.cuda.gdc_wait()
 
 
 _launches = Launches(_quantize_rows)

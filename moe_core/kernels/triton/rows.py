@@ -10,8 +10,9 @@ from moe_core.payloads import Tensor
 #: Programs that keep a GPU busy; more rows than that are given to them in runs, of which 4 rows were best on an H200.
 _PROGRAMS = 2048
 _MOST_ROWS = 4
-#: Numbers per entry of a table of tiles (`sort.RowTiles`).
-TILE_FIELDS: tl.constexpr = tl.constexpr(4)
+#: Numbers per entry of a table of tiles (`sort.RowTiles`), and the last of them.
+TILE_FIELDS: tl.constexpr = tl.constexpr(5)
+_COUNT: tl.constexpr = tl.constexpr(4)
 
 
 def rows_per_program(num_rows: int, real: Tensor | None) -> int:
@@ -45,6 +46,21 @@ def tile_range(tiles, index, run, PARTS: tl.constexpr):
     end = tl.minimum(first + run, tl.load(entry + 2).to(tl.int64))
     # The other fields of an unused entry hold nothing.
     return first, tl.where(expert < 0, first, end), expert
+
+
+@triton.jit
+def wait_for_rows(entry, programs):
+    """Wait until so many programs have counted themselves in an entry of a table of tiles, whose rows they wrote."""
+    while tl.atomic_add(entry + _COUNT, 0, sem="acquire") < programs:
+        pass
+
+
+@triton.jit
+def count_program(entry):
+    """Tell who waits for the rows of a tile that this program has written its part of them."""
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    tl.atomic_add(entry + _COUNT, 1, sem="release")
 
 
 @triton.jit

@@ -42,8 +42,8 @@ class RowTiles:
     """Tiles of at most `block_m` rows, each of one expert, in ascending order of experts.
 
     Attributes:
-        table: `[tiles, 4]` int32: expert (-1 for an unused entry, all of them at the end), first row, row after the
-            expert's last, tiles of the expert before this one.
+        table: `[tiles, 5]` int32: expert (-1 for an unused entry, all of them at the end), first row, row after the
+            expert's last, tiles of the expert before this one, and 0, where programs may count themselves.
         block_m: Rows per tile.
         usual: How many entries are usually used, a tuning hint only; None for all.
     """
@@ -85,7 +85,7 @@ class _Variant(NamedTuple):
         alignment: What groups are padded to a multiple of.
         masked: Whether each expert's rows lie in a block of its own instead of back to back.
         check: Whether ids out of range stop the device.
-        pdl: Whether the next launch may begin meanwhile.
+        pdl: Whether launches may begin before those in front of them have ended.
     """
 
     block_m: int
@@ -102,7 +102,7 @@ class _Variant(NamedTuple):
 
     def count_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
         experts = power_of_two(self.num_experts)
-        return {"BLOCK": _COUNT_BLOCK, "EXPERTS": experts, "CHECK": self.check}, self._options()
+        return {"BLOCK": _COUNT_BLOCK, "EXPERTS": experts, "CHECK": self.check, "PDL": self.pdl}, self._options()
 
     def place_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {**self._groups(), "BLOCK": _COUNT_BLOCK}, {}
@@ -118,7 +118,7 @@ class _Variant(NamedTuple):
 
     def _options(self) -> dict[str, Any]:
         # `debug` makes device assertions real; it would make additions checked ones too.
-        return {"debug": self.check, "sanitize_overflow": False}
+        return {"debug": self.check, "sanitize_overflow": False, "launch_pdl": self.pdl}
 
 
 def _pairs(slots: int) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def sort_slots(
         alignment: Every group is padded to a multiple of it.
         rows_per_expert: `M` of the masked format, where expert `e` has the rows from `e * M`; 0: back to back.
         check: Stop the device on an id out of range, instead of trusting the caller.
-        pdl: The next launch may start before this one has ended (see the package).
+        pdl: This launch may start before the one in front has ended, and the next one before this (see the package).
     """
     ids = topk_ids.contiguous()
     num_slots = ids.numel()

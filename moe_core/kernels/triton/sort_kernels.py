@@ -37,6 +37,7 @@ def _write_tiles(table, counts, starts, num_tiles, BM: tl.constexpr, EXPERTS: tl
         tl.store(entry + 1, starts + index * BM, mask=used)
         tl.store(entry + 2, starts + counts, mask=used)
         tl.store(entry + 3, index, mask=used)
+        tl.store(entry + 4, 0, mask=used)
     total = tl.sum(per_expert)
     for start in range(0, num_tiles, EXPERTS):
         unused = start + experts
@@ -153,6 +154,7 @@ def sort_pairwise(
 ):
     """The first program makes the tiles; each other one counts how many slots come before each of its own."""
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program == 0:
@@ -175,9 +177,18 @@ def sort_pairwise(
 
 @triton.jit(do_not_specialize=_SIZES)
 def count_blocks(
-    ids_ptr, counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHECK: tl.constexpr
+    ids_ptr,
+    counts,
+    num_slots,
+    num_experts,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHECK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Slots per expert in each block of slots."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     ids = _load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts, CHECK)
     experts = tl.arange(0, EXPERTS)

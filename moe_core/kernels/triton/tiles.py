@@ -22,6 +22,8 @@ class Tile:
             they end one; 0 for a program per tile. Of second projections with hundreds of rows per expert it takes 1
             to 6 % off (H100); others become slower.
         swap: The weights are the first operand of the matrix instruction, whose tile has at least 64 rows.
+        own_rows: Of a second projection: its programs wait for the rows of their own tile only, in which those of the
+            first projection count themselves, instead of for the end of the first.
     """
 
     m: int
@@ -33,6 +35,7 @@ class Tile:
     tma: bool = False
     tma_rows: bool = False
     resident: int = 0
+    own_rows: bool = False
 
 
 @attrs.frozen

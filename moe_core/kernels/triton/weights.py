@@ -22,7 +22,8 @@ class GroupedWeight:
     """The weights of one projection of all local experts, as a grouped GEMM reads them.
 
     Attributes:
-        data: `[L, N, C]` as stored, any strides (4-bit: uint8 `[L, N, C / 2]`, the first value in the low nibble).
+        data: `[L, N, C]` as stored, any strides (4-bit: uint8 `[L, N, C / 2]`, the first value in the low nibble), or
+            panels `[L, N / rows, C / columns, rows, columns]`, contiguous, gate and up rows in turns (`panels`).
         packing: `plain`, `int4` (two's complement) or `e2m1`.
         bias: `[L, N]` or None.
         scale: `[L, N / rows, C / columns]` as `block` says, None where no scale is needed inside a row; of int4 below
@@ -41,6 +42,11 @@ class GroupedWeight:
     row_scale: Tensor | None = None
     _descriptors: dict[tuple[int, int, int, bool], TensorDescriptor] = attrs.field(factory=dict, init=False)
 
+    @property
+    def panel_rows(self) -> int:
+        """Rows of a panel, 0 without panels."""
+        return self.data.shape[3] if self.data.dim() == 5 else 0
+
     def takes_descriptors(self) -> bool:
         """Whether the bulk copy engine can read the weights."""
         return self.packing == "plain" and takes_descriptor(self.data)
@@ -48,7 +54,11 @@ class GroupedWeight:
     def descriptor(self, n: int, k: int, halves: int, interleaved: bool) -> TensorDescriptor:
         """The weights as `[L, N / halves, halves, C]` in tiles of `[1, n, halves, k]`, made once per tile."""
         key = (n, k, halves, interleaved)
-        if key not in self._descriptors:
+        if key not in self._descriptors and self.panel_rows:
+            data = self.data.flatten(0, 1)
+            box = [max(1, n * halves // self.panel_rows), 1, min(n * halves, self.panel_rows), k]
+            self._descriptors[key] = TensorDescriptor(data, [*data.shape], [*data.stride()], box)
+        elif key not in self._descriptors:
             experts, rows, columns = self.data.shape
             by_expert, by_row, _ = self.data.stride()
             width = rows // halves
@@ -59,9 +69,19 @@ class GroupedWeight:
         return self._descriptors[key]
 
     @property
+    def panel_columns(self) -> int:
+        """Columns of a panel, 0 without panels."""
+        return self.data.shape[4] if self.data.dim() == 5 else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows `N` of each expert."""
+        return self.data.shape[1] * max(1, self.panel_rows)
+
+    @property
     def num_inputs(self) -> int:
         """Width `C` of the input rows."""
-        return self.data.shape[2] * (1 if self.packing == "plain" else 2)
+        return self.data.shape[2] * max(1, self.panel_columns) * (1 if self.packing == "plain" else 2)
 
     def stored(self) -> Tensor:
         """What a kernel reads: `data`, 4-bit codes in words of eight (int32 `[L, N, C / 8]`) where these can be had."""

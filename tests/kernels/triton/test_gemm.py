@@ -13,6 +13,7 @@ from triton_layers import DEVICE
 from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 
 pytest.importorskip("triton", reason="needs triton")
+from moe_core.kernels.panels import fill_panels
 from moe_core.kernels.triton.combine import combine
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.one_token import OneToken
@@ -60,6 +61,49 @@ def test_two_projections(spec: ActivationSpec, tile: Tile) -> None:
     got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
     assert relative_error(got, layer(hidden.cpu(), ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
     assert rows[int(slots.group_ends[-1]) :].isnan().all(), "rows past the last group are not written"
+
+
+def _in_panels(weight: GroupedWeight, spec: ActivationSpec | None, rows: int, columns: int) -> GroupedWeight:
+    in_halves = spec is not None and spec.gated and spec.row_order == "gate_up"
+    experts, height, width = weight.data.shape
+    panels = weight.data.new_full((experts, height // rows, width // columns, rows, columns), torch.nan)
+    for expert, into in zip(weight.data, panels, strict=True):
+        fill_panels(into, expert, in_halves=in_halves)
+    return GroupedWeight(data=panels, bias=weight.bias)
+
+
+PANEL_TILES = [
+    Tile(16, 16, 32),
+    Tile(16, 16, 32, swap=True),
+    Tile(16, 32, 32, tma=True),
+    Tile(16, 32, 32, tma=True, resident=3),
+]
+
+
+@pytest.mark.parametrize("tile", PANEL_TILES, ids=str)
+@pytest.mark.parametrize("own_rows", [False, True])
+@pytest.mark.parametrize(("spec", "panel"), [(SWIGLU_OAI, 16), (INTERLEAVED, 64), (RELU2, 32)], ids=str)
+def test_weights_in_panels(spec: ActivationSpec, panel: int, own_rows: bool, tile: Tile) -> None:
+    hidden_size, inner, tokens = 64, 64, 9
+    params = make_params(EXPERTS, hidden_size, inner, torch.bfloat16, gated=spec.gated, bias=True)
+    hidden, ids, weights = make_tokens(tokens, hidden_size, EXPERTS, TOP_K, torch.bfloat16)
+    ids[::3, 1] = -1
+    stored = _weights(params)
+    w13, w2 = _in_panels(stored[0], spec, panel, tile.k), _in_panels(stored[1], None, panel, tile.k)
+    on_device, router = hidden.to(DEVICE), weights.to(DEVICE)
+    slots = sort_slots(ids.to(DEVICE), EXPERTS, tile.m)
+    inside, rows = on_device.new_empty(tokens * TOP_K, inner), on_device.new_empty(tokens * TOP_K, hidden_size)
+    gather = {"order": slots.order, "top_k": TOP_K}
+    GroupedGemm(w13, activation=spec)(on_device, slots.tiles, inside, tile, counts=own_rows, **gather)
+    programs = -(-inner // tile.n) if own_rows else 0
+    assert set(slots.tiles.table[slots.tiles.table[:, 0] >= 0, 4].tolist()) == {programs}
+    GroupedGemm(w2)(inside, slots.tiles, rows, tile, awaited=programs)
+    got = combine(rows, slots.row_map, router, torch.bfloat16).cpu()
+    assert relative_error(got, layer(hidden, ids, weights, params, spec)) < TOLERANCE[torch.bfloat16]
+    token = OneToken(w13, w2, spec, (VectorTile(4, 32), VectorTile(8, 64)))(
+        on_device[:1], ids[:1].to(DEVICE), router[:1]
+    )
+    assert relative_error(token.cpu(), layer(hidden[:1], ids[:1], weights[:1], params, spec)) < 2**-8
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SIZES = [(1, 8, 8), (5, 8, 128), (7, 3, 5), (100, 3, 3)]
 
 def _tiles(counts: list[int], starts: list[int]) -> list[list[int]]:
     return [
-        [expert, row, start + count, (row - start) // BLOCK]
+        [expert, row, start + count, (row - start) // BLOCK, 0]
         for expert, (count, start) in enumerate(zip(counts, starts, strict=True))
         for row in range(start, start + count, BLOCK)
     ]
@@ -83,4 +83,4 @@ def test_rows_hold_their_tokens_times_a_weight() -> None:
 def test_groups_of_equal_size_have_their_own_tiles() -> None:
     counts = torch.tensor([3, 0, 9], dtype=torch.int32, device=DEVICE)
     table = sort.group_tiles(counts, 30, BLOCK).table.tolist()
-    assert table[:4] == [[0, 0, 3, 0], [2, 20, 29, 0], [2, 24, 29, 1], [2, 28, 29, 2]]
+    assert table[:4] == [[0, 0, 3, 0, 0], [2, 20, 29, 0, 0], [2, 24, 29, 1, 0], [2, 28, 29, 2, 0]]
