@@ -29,7 +29,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from moe_core.activation import SWIGLU  # noqa: E402
-from moe_core.kernels import activation, codes, combine, permute  # noqa: E402
+from moe_core.kernels import activation, combine, permute, quantize  # noqa: E402
 from moe_core.kernels.triton import activation as triton_activation  # noqa: E402
 from moe_core.kernels.triton import combine as triton_combine  # noqa: E402
 from moe_core.kernels.triton import permute as triton_permute  # noqa: E402
@@ -45,7 +45,7 @@ TORCH = SimpleNamespace(
     masked=permute.permute_masked,
     row_experts=permute.row_experts,
     activate=activation.activate,
-    quantize=codes.quantize,
+    quantize=quantize.quantize,
     combine=combine.combine,
 )
 TRITON = SimpleNamespace(
@@ -147,7 +147,7 @@ class Sizes:
 
     def _permutations(self) -> list[Block]:
         ids, x, block = self.ids, self.x, self.block
-        fp8, scales = codes.quantize(x, TokenDtype("fp8", "row_128"))
+        fp8, scales = quantize.quantize(x, TokenDtype("fp8", "row_128"))
         masked_map, _ = permute.masked_row_map(ids, EXPERTS, block)
         rows, names = self.row_map.flatten().long(), ("row_map", "group_ends", "num_tokens_per_expert")
         copies = self.num_tokens + self.slots

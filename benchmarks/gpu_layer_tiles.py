@@ -249,7 +249,7 @@ def jobs_of(cell: str, runner: str) -> Iterator[tuple[str, str, str, TilePair]]:
 
 def main(
     cells: Annotated[list[str] | None, typer.Argument(help="scheme:shape:tokens,tokens,...; default: all.")] = None,
-    runner: Annotated[str, typer.Option(help="Whose tiles: a fused runner's, rows as stored or in panels.")] = FUSED,
+    runner: Annotated[str, typer.Option(help="Whose tiles: a fused runner's, weights as stored or in panels.")] = FUSED,
     budget: Annotated[float, typer.Option(help="Seconds after which no further cell begins.")] = 270,
     seconds: Annotated[float, typer.Option(help="How long to time the candidates of one GEMM.")] = 2,
     output: Annotated[Path | None, typer.Option(help="File for all medians.")] = None,

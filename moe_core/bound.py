@@ -28,6 +28,7 @@ from moe_core.payloads import (
     Tensor,
 )
 from moe_core.plan import MoEPlan, Route, RouteTable
+from moe_core.plugin_frames import name_origin, note
 
 
 def check_reload(plan: MoEPlan, weights: RawWeights, group: ExpertGroup) -> None:
@@ -84,6 +85,7 @@ class BoundExperts:
         weights: The prepared weights it reads.
         callables: The activation and norm of the model that were bound; a reload may bring others.
         routes: The bound functions, one entry per route of the plan.
+        plugins: Where the plugins come from whose functions these are.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class BoundExperts:
         self._has_one_route = len(self.routes) == 1
         self._table = RouteTable.of(plan)
         self._slots = slot_map(plan.request, self._device)
+        self.plugins = tuple(map(manager.found, plan.plugins))
         request = plan.request
         self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
 
@@ -165,20 +168,39 @@ class BoundExperts:
             )
         if self._slots is not None:
             topk_ids = self._slots(topk_ids)
-        if bound.fused is not None:
-            output = bound.fused(hidden_states, topk_ids, topk_weights)
-            if overlap is not None:
+        # Until something is raised, a `try` costs nothing.
+        try:
+            if bound.fused is not None:
+                output = bound.fused(hidden_states, topk_ids, topk_weights)
+                if overlap is not None:
+                    overlap()
+                return output
+            if overlap is None or bound.send is None:
+                dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)  # type: ignore[misc]
+                if overlap is not None:
+                    overlap()
+            else:
+                receive, handle = bound.send(hidden_states, topk_ids, topk_weights)
                 overlap()
-            return output
-        if overlap is None or bound.send is None:
-            dispatched, handle = bound.dispatch(hidden_states, topk_ids, topk_weights)  # type: ignore[misc]
-            if overlap is not None:
-                overlap()
-        else:
-            receive, handle = bound.send(hidden_states, topk_ids, topk_weights)
-            overlap()
-            dispatched = receive()
-        return bound.combine(bound.experts(dispatched), handle)  # type: ignore[misc]
+                dispatched = receive()
+            rows = bound.experts(dispatched)  # type: ignore[misc]
+            return bound.combine(rows, handle)  # type: ignore[misc]
+        except BaseException as error:
+            ran, there = bound.route.candidate.full_name, locals()
+            if "rows" in there:
+                ran += _other_rows(rows, dispatched, hidden_states.shape[1])
+            name_origin(error, self.plugins, ran)
+            raise
+
+
+def _other_rows(rows: object, dispatched: object, hidden_size: int) -> str:
+    """`, whose experts gave [3, 8] for rows [4, 8]`, "" where combine failed on rows of the right shape."""
+    if not isinstance(rows, torch.Tensor):
+        return f", whose experts gave {type(rows).__name__} in place of rows"
+    tokens = getattr(dispatched, "hidden_states", None)
+    expected = None if tokens is None else [*tokens.shape[:-1], hidden_size]
+    found = list(rows.shape)
+    return "" if expected in (None, found) else f", whose experts gave {found} for rows {expected}"
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -208,14 +230,16 @@ def _bind(
     experts = manager.bind_experts(plan, route, weights, group)
     if route.dispatcher is None:
         return BoundRoute(route=route, fused=cast(FusedFn, experts))
-    where = f"dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
+    plugin = manager.found(route.dispatcher.plugin)
+    where = f"plugin {plugin}, dispatcher {route.dispatcher.full_name}, binder {route.dispatcher.spec.binder!r}"
     module, _, name = route.dispatcher.spec.binder.partition(":")
     arguments: tuple[object, ...] = (plan, route, group)
     if route.token_dtype.is_calibrated:
         arguments = (*arguments, _token_scale(route, weights, group))
     try:
         functions = tuple(getattr(importlib.import_module(module), name)(*arguments))
-    except MoeCoreError:
+    except MoeCoreError as error:
+        note(error, f"raised by {where}")
         raise
     except BaseException as error:
         # As where a hook is called.

@@ -58,6 +58,7 @@ def _workload_json(decision: WorkloadDecision) -> dict[str, Any]:
             {
                 "name": ranked.candidate.full_name,
                 "because": ranked.because,
+                "preferred": list(ranked.preferred),
                 "microseconds": ranked.microseconds,
                 "dispatch_dtype": str(ranked.dtype.token_dtype),
                 "dtype_rule": ranked.dtype.rule,

@@ -130,7 +130,9 @@ def find(allowed: Iterable[str] | None = None, asked_by: str = "the list of plug
     wanted = set(allowed)
     for name in sorted(wanted - {found.name for found in everything}):
         known = (found.name for found in everything)
-        raise UnknownNameError("plugin", name, known, hint=f"It is named by {asked_by}.")
+        raise UnknownNameError(
+            "plugin", name, known, hint=f"It is named by {asked_by}; plugins are packages to be installed."
+        )
     return tuple(found for found in everything if found.name in wanted)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ _MOST_TOLD = 1000
 
 
 def told(error: BaseException) -> str:
-    """`Class: text` of a foreign error without control characters, also where its text cannot be read.
+    """`Class: text` of a foreign error without control characters, also where its text cannot be read or is none.
 
     Of memory that ran out, what `out_of_memory` says.
     """
@@ -97,7 +97,7 @@ def told(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "its text cannot be read"
-    return f"{type(error).__name__}: {harmless(text.strip(), _MOST_TOLD)}"
+    return ": ".join(filter(None, (type(error).__name__, harmless(text.strip(), _MOST_TOLD))))
 
 
 def some_of(names: Iterable[object], most: int = 12) -> str:
@@ -133,6 +133,13 @@ class SpecError(MoeCoreError, ValueError):
     """A value object (spec, scheme, request, environment) holds a value outside its vocabulary."""
 
 
+#: The core names no backend that it does not bring, and so cannot tell which package would have to be installed.
+_INSTALL = (
+    "Backends come with plugins, which are packages of their own: one that is not listed by moe-core list-backends has "
+    "to be installed first."
+)
+
+
 class UnknownNameError(MoeCoreError, ValueError):
     """A name (backend, preset, scheme, workload phase) is not known; the message lists what is.
 
@@ -149,13 +156,40 @@ class UnknownNameError(MoeCoreError, ValueError):
         self.kind, self.name, self.known = kind, name, tuple(sorted(set(known)))
         self.spellings = tuple(sorted(set(spellings)))
         meant = did_you_mean(name, (*self.known, *self.spellings)) or "."
-        listed = ", ".join(self.known) or "none"
+        listed = ", ".join(map(self._listed, self.known)) or "none"
         super().__init__(f"unknown {kind} {name!r}{meant} Known: {listed}.{' ' + hint if hint else ''}")
         self._hint = hint
+
+    def _listed(self, name: str) -> str:
+        """A known name as the message has it."""
+        return name
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Worker processes hand errors to their parent by pickling."""
         return type(self), (self.kind, self.name, self.known, self._hint, self.spellings)
+
+
+class UnknownBackendError(UnknownNameError):
+    """A name that no installed plugin has; it may be one of a plugin that is not installed.
+
+    Attributes:
+        plugins: Each known name -> the plugins that have it; none where it is the name of a plugin.
+    """
+
+    def __init__(
+        self, kind: str, name: str, plugins: Mapping[str, Iterable[str]], hint: str = "", spellings: Iterable[str] = ()
+    ) -> None:
+        self.plugins = {known: tuple(sorted(set(of))) for known, of in plugins.items()}
+        super().__init__(kind, name, self.plugins, " ".join(filter(None, (hint, _INSTALL))), spellings)
+        self._own_hint = hint
+
+    def _listed(self, name: str) -> str:
+        of = self.plugins[name]
+        return f"{name} (plugin{'s' if len(of) > 1 else ''} {', '.join(of)})" if of else name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of its base."""
+        return type(self), (self.kind, self.name, self.plugins, self._own_hint, self.spellings)
 
 
 class PluginError(MoeCoreError, RuntimeError):

@@ -42,17 +42,27 @@ def explanation_lines(decision: Findings, *, full: bool) -> Iterator[str]:
 
 def why(decision: Findings, workload: WorkloadDecision) -> str:
     """What put the first one there: `pinned: runner torch; first of 6 that fit: tier generic`."""
-    because, count = workload.ranked[0].because, len(workload.ranked)
     pins = decision.request.pins(workload.workload)
     words = [f"pinned: {pins}"] if pins != Pins() and not workload.fallback else []
+    count, which = len(workload.ranked) + len(workload.unshared), "that fit"
     if workload.outranked_by:
-        words.append(f"{workload.outranked_by} serves all workloads")
-        words += [f"first of {count} that have it: {because}"] if count > 1 else []
-    elif count + len(workload.unshared) > 1:
-        words.append(f"first of {count + len(workload.unshared)} that fit: {because}")
-    else:
-        words.append(because)
-    return "; ".join(filter(None, (*words, _doubt(workload))))
+        words.append(f"{workload.outranked_by} {workload.outranked_because}")
+        count, which = len(workload.ranked), "that have it"
+    return "; ".join(filter(None, (*words, *_first_of(workload, count, which), _doubt(workload))))
+
+
+def _first_of(workload: WorkloadDecision, count: int, which: str) -> Iterator[str]:
+    """`first of 6 that fit: tier generic`, `preferred: torch, as are 3 of 6 that fit; first of these: tier generic`."""
+    first, alike = workload.ranked[0], len(workload.alike_preferred)
+    if first.preferred and count > 1:
+        how_many = "alone" if alike == 1 else f"as are {alike}"
+        yield f"preferred: {', '.join(first.preferred)}, {how_many} of {count} {which}"
+        if alike > 1:
+            yield f"first of these: {first.because}"
+    elif count > 1:
+        yield f"first of {count} {which}: {first.because}"
+    elif not workload.outranked_by:
+        yield ", ".join(dict.fromkeys(filter(None, (first.because, first.provenance))))
 
 
 def _doubt(workload: WorkloadDecision) -> str:

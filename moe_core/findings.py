@@ -94,6 +94,8 @@ class Ranked:
         candidate: Which.
         because: What sets it apart from the next one, of the last from the one before; see `ranking`.
         dtype: Its dispatch dtype.
+        preferred: Which names of the request's `prefer` it has, and whether by its dispatcher alone: what is equal in
+            that is ranked by the rest.
         microseconds: Its time, None if none counted.
         provenance: Which measurement that is, "" if none counted.
         bounds: Microseconds between which its median surely lies, None if no time counted or they are not known.
@@ -102,6 +104,7 @@ class Ranked:
     candidate: Candidate
     because: str
     dtype: DtypeChoice
+    preferred: tuple[str, ...] = ()
     microseconds: float | None = None
     provenance: str = ""
     bounds: tuple[float, float] | None = None
@@ -135,6 +138,7 @@ class WorkloadDecision:
         ranked: What can run, best first; empty if nothing fits.
         unshared: What fits too, but lacks what all workloads must share; a note says what that is.
         outranked_by: The shared trait for which the first by rank had to give way, "" if it did not.
+        outranked_because: What speaks for that trait, "" likewise.
         fallback: Which pins were dropped and why, "" if none was.
         notes: What else narrowed the choice, and for what the first candidate stands in.
     """
@@ -145,6 +149,7 @@ class WorkloadDecision:
     ranked: tuple[Ranked, ...] = ()
     unshared: tuple[Candidate, ...] = ()
     outranked_by: str = ""
+    outranked_because: str = ""
     fallback: str = ""
     notes: tuple[str, ...] = ()
     min_tokens: int = 1
@@ -166,11 +171,16 @@ class WorkloadDecision:
 
     @property
     def not_told_apart(self) -> tuple[Ranked, ...]:
-        """Those in the order that are as fast as the first for all that samples tell: their bounds overlap."""
+        """Those that stand beside the first and are as fast for all that samples tell: their bounds overlap."""
         if not self.ranked or not self.ranked[0].is_by_time:
             return ()
-        first, *others = self.ranked
+        first, *others = self.alike_preferred
         return tuple(entry for entry in others if not first.is_told_from(entry))
+
+    @property
+    def alike_preferred(self) -> tuple[Ranked, ...]:
+        """The first in the order, and all that `prefer` does not tell from it."""
+        return tuple(entry for entry in self.ranked if entry.preferred == self.ranked[0].preferred)
 
     @property
     def joined(self) -> tuple[PairReport, ...]:

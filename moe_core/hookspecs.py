@@ -192,7 +192,7 @@ def fused_experts(  # type: ignore[empty-body]
     Args:
         plan: The layer's plan.
         route: The route to bind; `route.token_dtype` and `route.runner.spec` say what will arrive.
-        weights: The prepared weights, in the layout that this plugin declared.
+        weights: The prepared weights, in the layout that this plugin declared; they stay as they are, which is checked.
         group: This process's place among the expert-parallel ranks, for fused routes, which communicate themselves.
 
     Returns:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 
 from moe_core.errors import SpecError
+from moe_core.regular_file import read_regular
 
 #: UTF-8, with or without the mark in front that editors on Windows write.
 ENCODING = "utf-8-sig"
@@ -115,7 +116,7 @@ class JsonValue:
 
 def read_json(path: Path) -> Any:
     """What a file of JSON holds; raises as `parse_json`, and `OSError`."""
-    return parse_json(path.read_text(encoding=ENCODING))
+    return parse_json(read_regular(path, ENCODING))
 
 
 def parse_json(text: str) -> Any:

@@ -134,6 +134,8 @@ class MoELayer(torch.nn.Module):
         prepared = bound.weights
         device = next(iter(prepared.tensors.values())).data.device
         with telling_other_ranks_of_reload(self.plan, self._group, device):
+            # A plugin that was unregistered meanwhile has written nothing.
+            self._manager.require(self.plan.runner_plugin)
             self._check(weights)
             foreign = {name: str(t.device) for name, t in weights.tensors.items() if t.device != device}
             if foreign:

@@ -12,6 +12,7 @@ import attrs
 from moe_core.declared import Candidate
 from moe_core.discovery import find
 from moe_core.errors import MoeCoreError, PluginError, is_interrupt, told
+from moe_core.plugin_frames import note
 from moe_core.registry import PluginRegistry
 from moe_core.request import LayerRequest
 from moe_core.specs import DispatcherSpec, RunnerSpec, TokenDtype
@@ -106,20 +107,20 @@ class BackendManager(PluginRegistry):
 
     def _prepared(self, plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
         """The plugin's answer, whose form is right."""
-        from moe_core.payloads import PreparedWeights
+        from moe_core.prepared_form import fault_of, fault_of_load
 
         name, hook = plan.runner_plugin, "process_weights_after_loading"
-        prepared = self._ask(name, hook, plan=plan, weights=weights, out=out)
-        if not isinstance(prepared, PreparedWeights):
-            self._refuse(name, hook, f"expected PreparedWeights, got {type(prepared).__name__}")
+        # A preparation may take the tensors out of their dict.
+        num_experts = len(next(iter(weights.tensors.values())))
+        devices = {tensor.device for tensor in weights.tensors.values()}
+        prepared: PreparedWeights = self._ask(name, hook, plan=plan, weights=weights, out=out)
+        fault = fault_of(prepared)
+        if not fault and out is None:
+            fault = fault_of_load(prepared, num_experts, plan.request.max_local_experts, devices)
+        if fault:
+            self._refuse(name, hook, fault)
         if out is not None and prepared is not out:
             self._refuse(name, hook, "expected the prepared weights given as out, refilled; got others")
-        if not isinstance(prepared.tensors, dict):
-            self._refuse(name, hook, f"expected a dict of PreparedTensor, got {type(prepared.tensors).__name__}")
-        strangers = [key for key, tensor in prepared.tensors.items() if not _is_prepared(key, tensor)]
-        if strangers or not prepared.tensors:
-            found = f"not under {strangers}" if strangers else "there are none"
-            self._refuse(name, hook, f"expected PreparedTensor objects under plain names, {found}")
         if prepared.layout != plan.weight_layout:
             self._refuse(name, hook, f"expected layout {plan.weight_layout!r}, got {prepared.layout!r}")
         return prepared
@@ -139,13 +140,19 @@ class BackendManager(PluginRegistry):
         Raises:
             PluginError: The weights have another layout than the runner reads; its plugin fails, or gives no function.
         """
+        from moe_core.refill import Kept
+
         name = route.runner.plugin
         if weights.layout != route.runner.spec.weight_layout:
             raise PluginError(
                 f"runner {route.runner.full_name} reads weight layout {route.runner.spec.weight_layout!r}, "
                 f"these weights are {weights.layout!r}; prepare them from the raw weights"
             )
+        kept = Kept.of(weights)
         experts = self._ask(name, "fused_experts", plan=plan, route=route, weights=weights, group=group)
+        if changes := kept.changes(weights):
+            kept.restore(weights)
+            self._refuse(name, "fused_experts", f"prepared weights stay as they are; {', '.join(changes)}")
         if not callable(experts):
             self._refuse(name, "fused_experts", f"expected a function, got {type(experts).__name__}")
         return experts  # type: ignore[no-any-return]
@@ -163,7 +170,7 @@ class BackendManager(PluginRegistry):
         try:
             return implementation(**arguments)
         except MoeCoreError as error:
-            error.add_note(f"raised by plugin {self._found[plugin]}, hook {hook}")
+            note(error, f"raised by plugin {self._found[plugin]}, hook {hook}")
             raise
         except BaseException as error:
             # Whatever a hook raises is told with its plugin's name, an exit of its own included; but not the user's.
@@ -173,13 +180,6 @@ class BackendManager(PluginRegistry):
 
     def _refuse(self, plugin: str, hook: str, problem: str) -> NoReturn:
         raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {problem}")
-
-
-def _is_prepared(name: object, tensor: object) -> bool:
-    from moe_core.payloads import PreparedTensor
-
-    is_plain = isinstance(name, str) and name.isidentifier()
-    return is_plain and isinstance(tensor, PreparedTensor) and hasattr(tensor.data, "data_ptr")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from moe_core.environment import Environment
 from moe_core.errors import SpecError, UnwrittenError, counted
 from moe_core.json_files import ENCODING, JsonValue, parse_json, shown
 from moe_core.measurements import Measurement, MeasurementTable, Time
+from moe_core.regular_file import require_regular
 from moe_core.whole_file import write_whole
 
 SCHEMA = 1
@@ -165,9 +166,7 @@ def is_of_card(measured: Environment, asked: Environment) -> bool:
 
 
 def _text(path: Path) -> str:
-    # Whoever opens a pipe or a device waits for it.
-    if path.exists() and not path.is_file():
-        raise OSError("it is no file")
+    require_regular(path)
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise OSError(f"it has {size} bytes, at most {_MOST_BYTES} are read")

@@ -148,6 +148,12 @@ class MeasurementTable:
         added = [row for row in other.rows if (row.arch, row.shape) not in own]
         return MeasurementTable((*self.rows, *added), (*self.origins, *other.origins))
 
+    def without(self, runners: Iterable[str]) -> MeasurementTable:
+        """The rows of other runners than these, which are full names."""
+        left_out = set(runners)
+        rows = (row for row in self.rows if row.candidate.rpartition(" + ")[2] not in left_out)
+        return attrs.evolve(self, rows=rows)
+
     def about(self, request: LayerRequest, environment: Environment) -> tuple[str, ...]:
         """What there is for one layer, as lines for people; empty where nobody looked for measurements."""
         counts = [row.num_tokens for rows in self.of_layer(request, environment).values() for row in rows]

@@ -19,6 +19,7 @@ from moe_core.errors import SpecError, UnknownNameError, counted
 from moe_core.json_files import ENCODING, shown
 from moe_core.model_layers import draft_modules, experts_module, model_type, moe_layers
 from moe_core.quant import LayerQuant, QuantScheme, read_layer
+from moe_core.regular_file import read_regular
 from moe_core.request import LayerRequest
 
 #: Names of one size, first present wins. `intermediate_size` is the experts' only where no name of its own exists.
@@ -102,7 +103,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding=ENCODING))
+        content = json.loads(read_regular(file, ENCODING))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"model configuration {file}: not readable as JSON ({error})") from error
     if not isinstance(content, dict):

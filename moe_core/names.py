@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moe_core.declared import DeclaredDispatcher, DeclaredRunner, answers_to
-from moe_core.errors import UnknownNameError
+from moe_core.errors import UnknownBackendError
 from moe_core.findings import PluginReport
 from moe_core.request import LayerRequest
 
@@ -13,23 +13,34 @@ from moe_core.request import LayerRequest
 def check_names(
     declared: Sequence[DeclaredDispatcher | DeclaredRunner], request: LayerRequest, reports: Sequence[PluginReport]
 ) -> None:
-    """Raise `UnknownNameError` for a pin, prefer or exclude that names nothing declared or discovered."""
+    """Raise `UnknownBackendError` for a pin, prefer or exclude that names nothing declared or discovered."""
     dispatchers = [d for d in declared if isinstance(d, DeclaredDispatcher)]
     runners = [d for d in declared if isinstance(d, DeclaredRunner)]
-    a2a_names = {d.spec.name for d in dispatchers} | {d.spec.a2a for d in runners if d.spec.a2a}
+    runner_names = _plugins((d.spec.name, d.plugin) for d in runners)
+    fused = [(d.spec.a2a, d.plugin) for d in runners if d.spec.a2a]
+    a2a_names = _plugins([*((d.spec.name, d.plugin) for d in dispatchers), *fused])
     for pin in (request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)):
         if pin is not None and pin not in a2a_names and not any(answers_to(pin, d) for d in dispatchers):
             fits = _joins(dispatchers, runners, request.runner_backend)
             hint = f"{fits}{_failed_hint(reports)}".rstrip()
-            raise UnknownNameError("a2a backend", pin, a2a_names, hint, _spellings(dispatchers))
+            raise UnknownBackendError("a2a backend", pin, a2a_names, hint, _spellings(dispatchers))
     if request.runner_backend is not None and not any(answers_to(request.runner_backend, d) for d in runners):
-        names = {d.spec.name for d in runners}
         hint = _failed_hint(reports)
-        raise UnknownNameError("runner backend", request.runner_backend, names, hint, _spellings(runners))
-    everything = a2a_names | {name for d in declared for name in (d.plugin, d.spec.name)} | {r.name for r in reports}
+        raise UnknownBackendError("runner backend", request.runner_backend, runner_names, hint, _spellings(runners))
+    # A name of a plugin means all that it has.
+    plugins: dict[str, list[str]] = {name: [] for name in (*(d.plugin for d in declared), *(r.name for r in reports))}
+    everything = _plugins([*fused, *((d.spec.name, d.plugin) for d in declared)]) | plugins
     for name in (*request.prefer, *request.exclude):
         if name not in everything and not any(answers_to(name, d) for d in declared):
-            raise UnknownNameError("backend", name, everything, _failed_hint(reports), _spellings(declared))
+            raise UnknownBackendError("backend", name, everything, _failed_hint(reports), _spellings(declared))
+
+
+def _plugins(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Name -> the plugins that have it, from pairs of the two."""
+    found: dict[str, list[str]] = {}
+    for name, plugin in names:
+        found.setdefault(name, []).append(plugin)
+    return found
 
 
 def _spellings(declared: Iterable[DeclaredDispatcher | DeclaredRunner]) -> set[str]:

@@ -203,7 +203,7 @@ class PreparedTensor:
     """One tensor in the form a runner reads.
 
     Attributes:
-        data: The tensor.
+        data: The tensor, dense; with an expert axis, on the device of the raw ones.
         expert_axis: Axis that counts local experts, None for a tensor shared by all; rebalancing moves along it.
         owned: False where `data` is a raw tensor, or a view of it, that still belongs to the model.
     """

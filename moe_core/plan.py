@@ -81,6 +81,12 @@ class MoEPlan:
         return self.routes[0].runner.plugin
 
     @property
+    def plugins(self) -> tuple[str, ...]:
+        """Names of the plugins whose functions run in a forward."""
+        parts = (part for route in self.routes for part in (route.dispatcher, route.runner) if part is not None)
+        return tuple(sorted({part.plugin for part in parts}))
+
+    @property
     def is_multi_rank(self) -> bool:
         """See `LayerRequest.is_multi_rank`."""
         return self.request.is_multi_rank

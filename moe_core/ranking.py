@@ -23,6 +23,8 @@ from moe_core.vocabulary import TIERS
 #: How much faster something must be to take another's place; measured medians differ by less from run to run.
 WORTH_A_RANGE = 0.03
 _MEASURED = "measured"
+#: How well a preferred name is met that is neither the runner's nor the dispatcher's.
+_UNMET = 2
 #: Phases whose forwards have few tokens.
 _FEW_TOKENS = ("decode", "verify")
 
@@ -69,6 +71,7 @@ def rank(
             candidate=candidate,
             because="",
             dtype=dtype,
+            preferred=_preferred(candidate, request),
             microseconds=time.microseconds if time else None,
             provenance=time.provenance if time else "",
             bounds=time.bounds if time else None,
@@ -131,10 +134,16 @@ def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
     return tuple(_how_met(name, candidate) for name in request.prefer)
 
 
+def _preferred(candidate: Candidate, request: LayerRequest) -> tuple[str, ...]:
+    """The same in words: the names that are met."""
+    met = ((name, _how_met(name, candidate)) for name in request.prefer)
+    return tuple(f"{name} (its dispatcher)" if how else name for name, how in met if how < _UNMET)
+
+
 def _how_met(name: str, candidate: Candidate) -> int:
     if belongs_to(name, candidate.runner):
         return 0
-    return 1 if candidate.dispatcher is not None and belongs_to(name, candidate.dispatcher) else 2
+    return 1 if candidate.dispatcher is not None and belongs_to(name, candidate.dispatcher) else _UNMET
 
 
 def _because(index: int, places: list[_Place], provenance: str) -> str:
@@ -143,7 +152,7 @@ def _because(index: int, places: list[_Place], provenance: str) -> str:
     # The last candidate is described by what sets it apart from the one before.
     place, neighbour = places[index], places[index + 1] if index + 1 < len(places) else places[index - 1]
     if place.preference != neighbour.preference:
-        return "prefer" if min(place.preference) < 2 else "not preferred"
+        return "prefer" if min(place.preference) < _UNMET else "not preferred"
     if place.microseconds != neighbour.microseconds:
         return provenance or "not measured"
     if place.tier != neighbour.tier:

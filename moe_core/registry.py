@@ -16,9 +16,9 @@ import pluggy
 from moe_core import hookspecs
 from moe_core.discovery import Failed, Found, being_loaded, load, watched
 from moe_core.environment import Environment, probe_environment
-from moe_core.errors import PluginConflictError, PluginError, UnknownNameError, is_interrupt, told
+from moe_core.errors import PluginConflictError, PluginError, UnknownBackendError, is_interrupt, told
 from moe_core.findings import PluginReport
-from moe_core.hookspecs import PROJECT
+from moe_core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
 from moe_core.requirement import Program
 from moe_core.specs import DeviceGeneration, DispatcherSpec, PluginSpec, RunnerSpec
@@ -196,13 +196,14 @@ class PluginRegistry:
 
         Raises:
             PluginError: It failed to load; the original error is the cause.
-            UnknownNameError: No such plugin is installed.
+            UnknownBackendError: No such plugin is installed.
         """
         if name in self._specs:
             return self._specs[name]
         for failed in self._failed.get(name, ()):
             raise PluginError(f"plugin {failed.found} is not usable ({failed.stage}): {failed}") from failed.error
-        raise UnknownNameError("plugin", name, (*self._specs, *self._failed))
+        hint = f"A plugin is an entry point of group {ENTRY_POINT_GROUP!r} of an installed distribution."
+        raise UnknownBackendError("plugin", name, dict.fromkeys((*self._specs, *self._failed), ()), hint)
 
 
 def _conflict(name: str, plugins: Iterable[Found]) -> PluginConflictError:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 
 from moe_core.findings import Ranked, Reason, WorkloadDecision
-from moe_core.ranking import by_tier, pays, set_apart
+from moe_core.ranking import WORTH_A_RANGE, by_tier, pays, set_apart
 from moe_core.request import LayerRequest
+
+_SERVES = "serves all workloads"
 
 
 def in_step(request: LayerRequest, workloads: list[WorkloadDecision]) -> tuple[list[WorkloadDecision], Reason | None]:
@@ -32,10 +35,10 @@ def in_step(request: LayerRequest, workloads: list[WorkloadDecision]) -> tuple[l
 def _share(
     request: LayerRequest, workloads: list[WorkloadDecision], trait: Callable[[Ranked], str], code: str, needs: str
 ) -> tuple[list[WorkloadDecision], Reason | None]:
-    """Narrow every workload to the trait that costs least over all of them, in whatever order they stand.
+    """Narrow every workload to one trait, in whatever order they stand.
 
-    Where times were measured and count, that is the slowdown against what would pay instead, else the place in the
-    order without times: noise chooses no trait.
+    It is the first in the order without times, unless another is faster by `WORTH_A_RANGE`: over all of them together,
+    as each may gain less than that; what their samples do not tell apart counts for nothing.
     """
     places = [_places(_without_times(decision, request), trait) for decision in workloads]
     shared = set.intersection(*(set(place) for place in places))
@@ -45,12 +48,35 @@ def _share(
     # What the user prefers is above what was measured.
     costs = [_costs(() if request.prefer else decision.ranked, trait) for decision in workloads]
 
-    def order(value: str) -> tuple[float, int, str]:
-        return sum(cost.get(value, math.inf) for cost in costs if cost), sum(place[value] for place in places), value
+    def cost(value: str) -> float:
+        return sum(of.get(value, math.inf) for of in costs if of)
 
-    best = min(shared, key=order)
-    kept = ([entry for entry in decision.ranked if trait(entry) == best] for decision in workloads)
-    return [_only(d, k, f"{code}: {best}", request) for d, k in zip(workloads, kept, strict=True)], None
+    def place(value: str) -> tuple[int, str]:
+        return sum(of[value] for of in places), value
+
+    usual, fastest = min(shared, key=place), min(shared, key=lambda value: (cost(value), place(value)))
+    slowdown = cost(usual) - cost(fastest) if fastest != usual else 0.0
+    # What has no time where others have one is infinitely slow.
+    gain = math.inf if math.isinf(slowdown) else math.exp(slowdown) - 1
+    best = fastest if gain > WORTH_A_RANGE else usual
+    kept = [[entry for entry in decision.ranked if trait(entry) == best] for decision in workloads]
+    because = _because(usual, fastest, gain, sum(map(bool, costs)))
+    # One workload whose first is kept at every count has given nothing up.
+    is_news = len(request.workloads) > 1 or any(d.ranked[0] not in k for d, k in zip(workloads, kept, strict=True))
+    only = partial(_only, shared=f"{code}: {best}", because=because, is_news=is_news, request=request)
+    return [only(decision, entries) for decision, entries in zip(workloads, kept, strict=True)], None
+
+
+def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
+    """What speaks for the trait that is shared: what tiers would choose, or the fastest over the measured counts."""
+    over = f"over {counts} measured token counts together"
+    if math.isinf(gain):
+        return f"was measured where {usual} was not"
+    if gain > WORTH_A_RANGE:
+        return f"is {gain:.0%} faster than {usual} {over}"
+    if gain > 0:
+        return f"is kept: {fastest} is {gain:.1%} faster {over}, less than {WORTH_A_RANGE:.0%}"
+    return _SERVES
 
 
 def _without_times(decision: WorkloadDecision, request: LayerRequest) -> Sequence[Ranked]:
@@ -69,7 +95,7 @@ def _places(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[st
 
 
 def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, float]:
-    """Per trait the logarithm of how much slower its fastest is than what pays instead; empty where no time counted."""
+    """Per trait the logarithm of how much slower its fastest is than what is; empty where no time counted."""
     timed = [entry for entry in ranked if entry.microseconds is not None]
     fastest: dict[str, Ranked] = {}
     for entry in timed:
@@ -78,29 +104,38 @@ def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[s
 
 
 def _slowdown(entry: Ranked, other: Ranked) -> float:
-    """Logarithm of how much faster `other` is, 0 where that does not pay."""
-    return math.log((entry.microseconds or 1.0) / (other.microseconds or 1.0)) if pays(other, entry) else 0.0
+    """Logarithm of how much faster `other` is, 0 where samples do not tell it, or say nothing and it does not pay."""
+    is_sure = entry.bounds is not None and other.bounds is not None and entry.is_told_from(other)
+    ratio = math.log((entry.microseconds or 1.0) / (other.microseconds or 1.0))
+    return max(0.0, ratio) if is_sure or pays(other, entry) else 0.0
 
 
-def _only(decision: WorkloadDecision, kept: Sequence[Ranked], shared: str, request: LayerRequest) -> WorkloadDecision:
+def _only(
+    decision: WorkloadDecision,
+    kept: Sequence[Ranked],
+    *,
+    shared: str,
+    because: str,
+    is_news: bool,
+    request: LayerRequest,
+) -> WorkloadDecision:
     """The decision with the entries that have what is shared."""
     if len(kept) == len(decision.ranked):
         return decision
     left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
     is_outranked = decision.ranked[0] not in kept
-    is_news = is_outranked or len(request.workloads) > 1
     ranked = set_apart(kept, request, decision.phase)
     if not is_outranked:
         # It was first before, for the reason that it had then.
         ranked = (decision.ranked[0], *ranked[1:])
-    place = ", first by rank" if is_outranked else ""
+    place = ", first by rank" if is_outranked and because == _SERVES else ""
     more = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-    note = f"{shared} serves all workloads; not used: {left_out[0].full_name}{place}{more}"
+    note = f"{shared} {because}; not used: {left_out[0].full_name}{place}{more}"
     return attrs.evolve(
         decision,
         ranked=ranked,
         unshared=(*decision.unshared, *left_out),
         outranked_by=shared if is_outranked else decision.outranked_by,
-        # One workload whose first is kept has given nothing up.
+        outranked_because=because if is_outranked else decision.outranked_because,
         notes=(*decision.notes, note) if is_news else decision.notes,
     )

@@ -153,7 +153,8 @@ def _with_first(lane: WorkloadDecision, chosen: Ranked) -> WorkloadDecision:
     if chosen is lane.ranked[0]:
         return lane
     told = f"less than {WORTH_A_RANGE:.0%}" if chosen.is_told_from(lane.ranked[0]) else "not told apart"
-    because = f"{chosen.because}, {told} from the fastest"
+    # What set it apart in its old place says nothing in this one.
+    because = f"{chosen.provenance}, {told} from the fastest"
     others = (entry for entry in lane.ranked if entry is not chosen)
     return attrs.evolve(lane, ranked=(attrs.evolve(chosen, because=because), *others))
 

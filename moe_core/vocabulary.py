@@ -159,8 +159,10 @@ def tuple_of(element_type: type) -> Validator:
         _require_tuple(value, instance, attribute)
         for element in value:
             if not isinstance(element, element_type):
+                # A declaration in the wrong field fills a screen.
+                found = repr(element) if isinstance(element, str | int) else f"of type {type(element).__name__}"
                 expected = f"expected a tuple of {element_type.__name__}"
-                raise SpecError(f"{_place(instance, attribute)}: {expected}, got the element {element!r}")
+                raise SpecError(f"{_place(instance, attribute)}: {expected}, got the element {found}")
 
     return check
 

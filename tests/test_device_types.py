@@ -10,7 +10,7 @@ import torch
 from fakes import dispatcher, expect, manager_of, plugin, request, runner
 
 from moe_core.backends.torch.plugin import declare_backends as shipped_torch
-from moe_core.described import unnamed_arch
+from moe_core.described import doubts, unasked, unnamed_arch
 from moe_core.environment import Environment, probe_environment
 from moe_core.errors import SpecError
 from moe_core.resolver import resolve
@@ -56,7 +56,7 @@ def test_a_described_device_type_that_nobody_knows() -> None:
 @pytest.mark.parametrize(
     ("device", "arch", "told"),
     [
-        ("zephyr", "z2", "'z2' is not one of z1$"),
+        ("zephyr", "z2", "'z2' is not one of z1; others come with plugins that name them; .* list-backends shows"),
         ("cuda", "hopper", "is no generation of cuda, expected sm and the compute capability, such as sm90, sm100$"),
         ("cuda", "sm9", "such as sm90, sm100; did you mean 'sm90'?"),
         ("cuda", "sm90a", "did you mean 'sm90'?"),
@@ -129,3 +129,31 @@ def test_a_machine_with_a_device_type_of_its_own(monkeypatch: pytest.MonkeyPatch
     found = probe_environment(generations=_declared().generations)
     name, arch = ("Zephyr One rev B", "z1") if has_module else ("zephyr", "")
     expect((found.device_type, found.device_name, found.arch) == ("zephyr", name, arch), found)
+
+
+@pytest.mark.parametrize("source", ["machine.json", "probed", "preset zephyr"])
+def test_a_device_type_for_which_no_plugin_has_anything_is_told(source: str) -> None:
+    machine = attrs.evolve(ZEPHYR, source=source)
+    (told,) = doubts(machine, [shipped_torch()])
+    assert "no installed plugin has anything made for zephyr" in told
+    assert list(doubts(machine, [shipped_torch(), _declared()])) == []
+
+
+@pytest.mark.error_path
+def test_names_that_no_plugin_asks_for_are_told_with_those_that_may_be_meant() -> None:
+    asked = {"packages": ["torch", "deep_ep"], "variables": ["HCCL_BUFFSIZE"], "programs": ["nvcc"]}
+    described = Environment(
+        device_type="cuda",
+        # torch_x is like torch, which is there itself.
+        packages={"torch": "2.11.0", "torch_x": "1", "deep-ep": "1.2", "numpy": "2"},
+        variables={"HCCL_BUFSIZE": "1"},
+        programs={"nvcc": ""},
+        source="machine.json",
+    )
+    packages, variables = unasked(described, asked)
+    where, asks = "environment machine.json, field", "no installed plugin asks for"
+    names = "deep-ep (did you mean 'deep_ep'?), numpy, torch_x; packages go by the names that are imported"
+    assert packages == f"{where} 'packages': {asks} {names}"
+    assert variables == f"{where} 'variables': {asks} HCCL_BUFSIZE (did you mean 'HCCL_BUFFSIZE'?)"
+    for source in ("probed", "preset h100"):
+        assert list(unasked(attrs.evolve(described, source=source), asked)) == []

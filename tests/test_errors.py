@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from moe_core.errors import (
     PluginError,
+    UnknownBackendError,
     UnknownNameError,
     WeightsError,
     counted,
@@ -104,3 +107,21 @@ def test_what_torch_says_of_this_machine() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert out_of_memory(caught.value) == "out of memory: 4294967296.00 GiB were asked for"
+
+
+@pytest.mark.error_path
+def test_an_error_without_a_text_is_told_by_its_class() -> None:
+    assert (told(AssertionError()), told(SystemExit(" "))) == ("AssertionError", "SystemExit")
+
+
+def test_an_unknown_backend_may_be_one_of_a_plugin_that_is_not_installed() -> None:
+    error = UnknownBackendError(
+        "runner backend", "tiles", {"torch": ["b", "a", "a"], "plain": ["a"], "acme": []}, "So."
+    )
+    assert str(error) == (
+        "unknown runner backend 'tiles'. Known: acme, plain (plugin a), torch (plugins a, b). So. Backends come with "
+        "plugins, which are packages of their own: one that is not listed by moe-core list-backends has to be "
+        "installed first."
+    )
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.plugins) == (str(error), error.plugins)

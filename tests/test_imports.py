@@ -12,7 +12,7 @@ import moe_core
 
 ROOT = Path(moe_core.__file__).parent
 #: Modules on the way of tensors; everything else in the root is declarative.
-WITH_TENSORS = {"agreement", "bound", "layer", "payloads", "refill", "routing"}
+WITH_TENSORS = {"agreement", "bound", "layer", "payloads", "prepared_form", "refill", "routing"}
 DECLARATIVE = sorted(
     {path.stem for path in ROOT.glob("*.py")} - WITH_TENSORS - {"__init__", "__main__"}
     | {"backends.torch.plugin", "backends.triton.plugin"}

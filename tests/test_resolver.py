@@ -33,6 +33,7 @@ from fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured import measured
 
 from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
 from moe_core.backends.torch.plugin import declare_backends as shipped_torch
@@ -40,7 +41,7 @@ from moe_core.backends.triton.plugin import declare_backends as shipped_triton
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import PluginConflictError, UnknownNameError
 from moe_core.explanation import why
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.measurements import Measurement, MeasurementTable, Time, shape_key
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
@@ -616,6 +617,33 @@ def test_prefer_is_above_measurements() -> None:
     table = MeasurementTable([_measured("z", 64, 9.0), _measured("a", 64, 1.0), _measured("b", 64, 5.0)])
     ranked = resolve([TWINS], attrs.evolve(LAYER, prefer=("b",)), CPU, table).workloads[0].ranked
     assert [entry.because for entry in ranked[:2]] == ["prefer", "measured 1 us (exact, T=64; bench)"]
+    assert [entry.preferred for entry in ranked] == [("b",), (), ()]
+
+
+def test_what_is_preferred_is_told_from_what_was_measured() -> None:
+    # The fastest of all is not preferred: times rank those that the preference does not tell apart.
+    one = plugin("one", dispatchers=[dispatcher("move")], runners=[runner("a"), runner("b")])
+    two = plugin("two", runners=[runner("z", tier="tuned")])
+    times = {
+        "one:a": Time(5.0, (4.5, 9.0)),
+        "one:b": Time(9.0, (8.0, 10.0)),
+        "two:z": Time(1.0, (0.5, 8.5)),
+    }
+    table = measured(LAYER, {f"one:move.standard + {name}.standard": {64: time} for name, time in times.items()})
+    decision = resolve([one, two], attrs.evolve(LAYER, prefer=("one",)), CPU, table)
+    (workload,) = decision.workloads
+    assert [(entry.candidate.runner.spec.name, entry.preferred) for entry in workload.ranked] == [
+        ("a", ("one",)),
+        ("b", ("one",)),
+        ("z", ("one (its dispatcher)",)),
+    ]
+    assert why(decision, workload).startswith(
+        "preferred: one, as are 2 of 3 that fit; first of these: measured 5 us (exact, T=64; bench); not told apart "
+        "from that in place 2: "
+    )
+    assert decision.to_json()["workloads"][0]["ranked"][2]["preferred"] == ["one (its dispatcher)"]
+    decision = resolve([one, two], attrs.evolve(LAYER, prefer=("two",)), CPU, table)
+    assert why(decision, decision.workloads[0]) == "preferred: two, alone of 3 that fit"
 
 
 # Names ----------------------------------------------------------------------------------------------------------

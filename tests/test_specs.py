@@ -57,6 +57,11 @@ def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:
         (runner, {"reads": ()}, "field 'reads': must not be empty"),
         (runner, {"reads": {BF16_TOKENS}}, "field 'reads': .*order counts: write a tuple"),
         (runner, {"reads": ("bf16",)}, "field 'reads': expected a tuple of TokenDtype, got the element 'bf16'"),
+        (
+            runner,
+            {"reads": (runner(),)},
+            "field 'reads': expected a tuple of TokenDtype, got the element of type RunnerSpec",
+        ),
         (runner, {"schemes": quant.BF16}, "field 'schemes': expected a tuple"),
         (runner, {"schemes": ("bf16",)}, "field 'schemes': expected a tuple of LayerQuant"),
         (runner, {"activations": ()}, "field 'activations': must not be empty"),

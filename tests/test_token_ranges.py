@@ -122,6 +122,21 @@ def test_the_winner_stands_first_and_says_why() -> None:
     assert close[0].because == "measured 10 us (exact, T=1; bench), less than 3% from the fastest"
 
 
+def test_what_is_kept_among_the_preferred_says_so() -> None:
+    runners = [runner("own", "x", tier="tuned"), runner("own", "y"), runner("other", tier="tuned")]
+    spec, layer = plugin(dispatchers=[dispatcher()], runners=runners), request(prefer=("own",))
+    times = {"own.x": {1: 10.0}, "own.y": {1: 9.8}, "other.standard": {1: 5.0}}
+    table = measured(layer, {f"toy:toy.standard + toy:{name}": of_name for name, of_name in times.items()})
+    first, second, third = resolve([spec], layer, CPU, table).workloads[0].ranked
+    assert [entry.candidate.runner.spec.short_name for entry in (first, second, third)] == [
+        "own.x",
+        "own.y",
+        "other.standard",
+    ]
+    # By its time it had the second place, which preference set apart from the third.
+    assert first.because == "measured 10 us (exact, T=1; bench), less than 3% from the fastest"
+
+
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_a_range_needs_samples_that_tell_it(is_sure: bool) -> None:
     few = {1: Time(10.0, (9.0, 11.0)), 2: Time(12.0, (11.0, 13.0))}
@@ -144,12 +159,37 @@ def test_what_pays_for_sure_is_taken_where_the_fastest_is_in_doubt() -> None:
     assert [entry.candidate.runner.spec.name for entry in first.not_told_apart] == ["many"]
 
 
-@pytest.mark.parametrize("alone", [Time(9.0, (8.0, 10.5)), Time(9.8, (9.8, 9.8)), 9.8])
+@pytest.mark.parametrize("alone", [Time(9.0, (8.0, 10.5)), Time(9.86, (9.86, 9.86)), 9.8])
 def test_noise_chooses_no_weight_layout(alone: float | Time) -> None:
     times = {"few": {1: Time(10.0, (9.9, 10.1)), 2: Time(10.0, (9.9, 10.1))}, "alone": {1: alone, 2: alone}}
     assert _decide(times).weight_layout == "canonical"
     better = {count: Time(9.0, (8.9, 9.1)) for count in (1, 2)}
     assert _decide(times | {"alone": better}).weight_layout == "other"
+
+
+@pytest.mark.parametrize(("counts", "layout"), [(1, "canonical"), (2, "other")])
+def test_small_gains_choose_a_weight_layout_together(counts: int, layout: str) -> None:
+    # Two percent each; what samples do not tell apart adds nothing.
+    few = {count: Time(10.0, (9.9, 10.1)) for count in (1, 2, 4)}
+    alone = {count: Time(9.8, (9.7, 9.85)) for count in (1, 2)[:counts]} | {4: Time(9.5, (9.0, 10.0))}
+    assert _decide({"few": few, "alone": {2: Time(10.0, (9.9, 10.1))} | alone}).weight_layout == layout
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ({"few": {1: 10.0, 2: 10.0}, "alone": {1: 10.0, 2: 9.0}}, "other is 11% faster than canonical over 2 "),
+        (
+            {"few": {1: Time(10.0, (9.9, 10.1))}, "alone": {1: Time(9.8, (9.7, 9.8))}},
+            "canonical is kept: other is 2.0% ",
+        ),
+        ({"few": {1: 10.0, 2: 10.0}, "alone": {1: 9.0, 2: 90.0}}, "canonical serves all workloads"),
+    ],
+)
+def test_what_speaks_for_a_layout_is_told(times: Times, told: str) -> None:
+    decision = _decide(times)
+    notes = {note for workload in decision.workloads for note in workload.notes}
+    assert [note for note in notes if note.startswith(f"weight-layout: {told}")], notes
 
 
 def test_equal_things_on_a_noisy_machine_have_one_route() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from moe_core.bench import OURS
 from moe_core.environment import Environment
 from moe_core.errors import SpecError, counted
 from moe_core.installed import installed_packages
@@ -21,6 +22,8 @@ from moe_core.tuning.timing import Timing
 from moe_core.whole_file import write_whole
 
 SCHEMA = 1
+#: How the problem of a row begins that nobody tried.
+NOT_RUN = "not run: "
 
 
 @attrs.frozen(kw_only=True)
@@ -112,6 +115,21 @@ class Row:
     held_bytes: int | None = None
     activation_bytes: int | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a combination of moe-core's own."""
+        return self.implementation == OURS or self.implementation.startswith(f"{OURS} ")
+
+    @property
+    def series(self) -> tuple[str, str, str]:
+        """What it shares with the rows of the same at other numbers of tokens."""
+        return self.layer, self.scheme, self.implementation
+
+    @property
+    def went_wrong(self) -> bool:
+        """Whether it was tried and failed, or gave a wrong result."""
+        return bool(self.problem) and not self.problem.startswith(NOT_RUN)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the median and the spread of the samples beside them."""
         data = attrs.asdict(self)
@@ -173,6 +191,18 @@ class Report:
         """Plain data; `from_json` reads it back."""
         machine = attrs.asdict(self.machine)
         return {"schema": SCHEMA, "machine": machine, "rows": [row.to_json() for row in self.rows]}
+
+    def failures(self) -> dict[str, list[int]]:
+        """What of moe-core's own went wrong, or has no figure at all -> at which numbers of tokens."""
+        found: dict[str, list[int]] = {}
+        ours = [row for row in self.rows if row.is_ours and row.problem]
+        timed = {row.series for row in self.rows if row.timing is not None}
+        for row in ours:
+            if row.went_wrong or row.series not in timed:
+                found.setdefault(f"{row.implementation}, {row.layer}, {row.scheme}: {row.problem}", []).append(
+                    row.num_tokens
+                )
+        return found
 
     def write(self, path: Path) -> None:
         """Write the JSON to a file, whole or not at all; raises `UnwrittenError`."""

@@ -9,7 +9,7 @@ import attrs
 from moe_core.bench.contenders import Bound, Combination, Contender, PeerContender
 from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes
 from moe_core.bench.peers import Peer
-from moe_core.bench.report import Machine, Report, Row
+from moe_core.bench.report import NOT_RUN, Machine, Report, Row
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, UnknownNameError, in_a_line, is_interrupt
 from moe_core.payloads import Tensor
@@ -174,7 +174,7 @@ def _not_run(sweep: Sweep, case: _Case, num_tokens: int, problem: str) -> list[R
             implementation=contender.name,
             runs="",
             floor=0.0,
-            problem=f"not run: {problem}",
+            problem=f"{NOT_RUN}{problem}",
         )
         for contender in _contenders(sweep)
     ]
@@ -203,7 +203,7 @@ def _entry(
     """
     refusal = contender.refusal(case.request, batches.num_tokens, sweep.device)
     if refusal:
-        return _Entry(row=attrs.evolve(row, problem=f"not run: {refusal}"))
+        return _Entry(row=attrs.evolve(row, problem=f"{NOT_RUN}{refusal}"))
     try:
         bound = contender.bind(case.request, case.weights, batches, sweep.device)
         row = attrs.evolve(row, runs=bound.runs, note=bound.note)

@@ -6,18 +6,20 @@ unknown names, bad values, missing files), and those that shells give to signals
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, TextIO
 
 import typer
 from typer.core import TyperCommand
 
 from moe_core.cli import bench, doctor, list_backends, new_plugin, quantize, resolve, run, tune, verify
+from moe_core.cli.command import Command
 from moe_core.cli.eval import evaluate
 from moe_core.cli.failures import failure
 from moe_core.cli.option_words import in_options, options_of
@@ -37,16 +39,20 @@ app = typer.Typer(
     # Typer's boxes cut long option names in a terminal of 80 columns.
     rich_markup_mode=None,
 )
-app.command("list-backends")(list_backends.list_backends)
-app.command("doctor")(doctor.doctor)
-app.command("resolve")(resolve.resolve)
-app.command("run")(run.run)
-app.command("eval")(evaluate)
-app.command("quantize")(quantize.quantize)
-app.command("tune")(tune.tune)
-app.command("bench")(bench.bench)
-app.command("verify")(verify.verify)
-app.command("new-plugin")(new_plugin.new_plugin)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "list-backends": list_backends.list_backends,
+    "doctor": doctor.doctor,
+    "resolve": resolve.resolve,
+    "run": run.run,
+    "eval": evaluate,
+    "quantize": quantize.quantize,
+    "tune": tune.tune,
+    "bench": bench.bench,
+    "verify": verify.verify,
+    "new-plugin": new_plugin.new_plugin,
+}
+for _name, _function in _COMMANDS.items():
+    app.command(_name, cls=Command)(_function)
 
 
 def _version(wanted: bool) -> None:
@@ -83,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", category=PlanWarning)
         warnings.showwarning = _show_warning
         try:
-            app(args=words, prog_name="moe-core")
+            _run(words, is_process=arguments is None)
         except MoeCoreError as error:
             message = "\n".join([str(error), *getattr(error, "__notes__", ())])
             _tell(error, in_options(message, _options(words)), words)
@@ -97,6 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             _tell(error, message, words)
             sys.exit(CANNOT)
+
+
+def _run(words: list[str], *, is_process: bool) -> None:
+    """The command; what it holds until it ends is held until the process ends, if that is all that there is to do."""
+    with contextlib.ExitStack() as held:
+        try:
+            app(args=words, prog_name="moe-core", obj=held)
+        finally:
+            if is_process:
+                held.pop_all()
 
 
 def _tell(error: BaseException, message: str, words: list[str]) -> None:

@@ -72,6 +72,15 @@ def why_none() -> str:
     return "no backend is installed; those of a source tree are once it is: pip install ."
 
 
+def allowed_plugins() -> str:
+    """`only torch, triton (by variable MOE_CORE_PLUGINS)`; "" where every plugin is loaded that is installed."""
+    allowed = os.environ.get(ALLOW_LIST_VARIABLE)
+    if allowed is None:
+        return ""
+    names = ", ".join(filter(None, map(str.strip, allowed.split(","))))
+    return f"only {names or 'none'} (by variable {ALLOW_LIST_VARIABLE})"
+
+
 def _ready(manager: BackendManager, name: str, environment: Environment, probed: bool) -> Backend:
     spec = manager.require(name)
     reasons = {

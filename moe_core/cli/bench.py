@@ -25,7 +25,7 @@ from moe_core.cli.layer_options import (
     tokens_option,
 )
 from moe_core.cli.options import AsJson, Device, Verbose, check_names, known_word
-from moe_core.cli.output import print_json, stderr, stdout
+from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.progress import stage
 from moe_core.cli.requests import requested_groups, tell_assumed
@@ -113,7 +113,8 @@ def bench(
 
     What the resolver chooses runs beside every implementation of others that is installed, on the same inputs. Each
     result is first compared with the layer in fp32. Where there are graphs, what can be captured is captured. Without
-    sizes, shape and model, the layer is one of Qwen3-30B-A3B.
+    sizes, shape and model, the layer is one of Qwen3-30B-A3B. Exit code 1: a combination of moe-core's own is wrong,
+    fails, or has no figure; that of others is theirs.
     """
     known_word("clock", clock, _CLOCKS)
     _check_files(output, plot)
@@ -148,7 +149,10 @@ def bench(
         with_memory=memory,
     )
     _show(report, as_json, plot)
-    if all(row.timing is None for row in report.rows):
+    failures = report.failures()
+    for failure, counts in failures.items():
+        print_error(f"{failure} (T = {', '.join(map(str, counts))})")
+    if failures:
         raise typer.Exit(1)
 
 

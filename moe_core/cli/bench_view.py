@@ -29,7 +29,6 @@ _EXTRAS = {
 }
 #: What problems begin with -> their word in a table; whatever else an implementation raises has failed.
 _WORDS = {"not run: ": "not run", "wrong result: ": "wrong"}
-_WENT_WRONG = ("wrong", "failed")
 
 
 def report_view(report: Report) -> RenderableType:
@@ -73,7 +72,7 @@ def _table(rows: Sequence[Row]) -> Iterable[RenderableType]:
         result.add_row(str(num_tokens), "floor", _micro(alike[0].floor), *[""] * (5 + len(extras)))
         for row in alike:
             # What nobody tried, at any number of tokens, is in the notes alone.
-            if row.implementation in timed or _word(row) in _WENT_WRONG:
+            if row.implementation in timed or row.went_wrong:
                 result.add_row("", row.implementation, *_figures(row, ours), *_more(row, extras))
     yield result
     yield fields({"ran": "\n".join(_ran(rows)), "notes": "\n".join(_notes(rows))})

@@ -13,14 +13,14 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from moe_core.cli.backend_status import Backend, backends_on, parts_of
+from moe_core.cli.backend_status import Backend, allowed_plugins, backends_on, parts_of
 from moe_core.cli.foreign_variables import ForeignVariable, foreign_variables
 from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_json, stdout, verdict
 from moe_core.cli.to_install import install_hints, to_install
 from moe_core.cli.word_table import WordTable
 from moe_core.environment import Environment
-from moe_core.manager import ALLOW_LIST_VARIABLE, default_manager
+from moe_core.manager import default_manager
 from moe_core.specs import Requirement
 
 SCHEMA = 1
@@ -117,14 +117,13 @@ def _view(
 ) -> RenderableType:
     device = " ".join(filter(None, (environment.device_type, environment.arch)))
     parts = (device, environment.device_name, environment.thread_words, environment.driver)
-    allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     machine = {
         "device": ", ".join(dict.fromkeys(filter(None, parts))),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in _own().items()),
         "variables": ", ".join(f"{name}={value}" for name, value in environment.variables),
         "programs": ", ".join(f"{name} {path or 'not found'}" for name, path in environment.programs),
-        "plugins": "" if allowed is None else f"only {allowed or 'none'} (by variable {ALLOW_LIST_VARIABLE})",
+        "plugins": allowed_plugins(),
     }
     plugins = WordTable("PLUGIN", "VERSION", "STATUS")
     for backend in backends:

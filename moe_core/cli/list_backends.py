@@ -10,7 +10,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from moe_core.cli.backend_status import Backend, backends_on, parts_of, why_none
+from moe_core.cli.backend_status import Backend, allowed_plugins, backends_on, parts_of, why_none
 from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_error, print_json, stdout, verdict
 from moe_core.cli.plan_view import machine_fields
@@ -78,6 +78,8 @@ def _print(backends: list[Backend], environment: Environment, probed: bool, verb
         console.print(plugins)
         console.print()
         console.print(names)
+        if allowed := allowed_plugins():
+            console.print(f"plugins that are loaded: {allowed}", style="dim")
     else:
         console.print(why_none())
     if not probed:

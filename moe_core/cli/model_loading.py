@@ -19,7 +19,6 @@ from moe_core.integrations.transformers.layout import read_layout
 from moe_core.integrations.transformers.loading_checks import call_transformers, require_loaded, require_whole_experts
 from moe_core.integrations.transformers.model_shell import ModelShell
 from moe_core.integrations.transformers.prepared import Preparer
-from moe_core.integrations.transformers.selfcheck import require_shape
 from moe_core.integrations.transformers.traits import configured_top_k, is_experts
 from moe_core.manager import default_manager
 from moe_core.model_config import quantization_of, read_config
@@ -86,9 +85,7 @@ def load_served(
     """
     if is_quantized(folder):
         with progress_bar(title) as progress:
-            loaded = load_quantized(folder, dtype, device, a2a_backend, runner_backend, progress)
-        _check_first_outputs(loaded)
-        return loaded
+            return load_quantized(folder, dtype, device, a2a_backend, runner_backend, progress)
     if a2a_backend is not None or runner_backend is not None:
         refuse_pins(folder, dtype, device, a2a_backend, runner_backend)
     with stage(title):
@@ -165,24 +162,6 @@ def load_quantized(
     )
 
 
-def _check_first_outputs(loaded: LoadedModel) -> None:
-    """Let the first forward of each layer raise `PluginError` unless its experts give a tensor of the tokens' shape.
-
-    Float experts have been compared with eager ones by now; there are none of quantized ones.
-    """
-    for name, prepared in loaded.experts.items():
-        _check_first_output(loaded.model.get_submodule(name), f"experts module {name}, {prepared}")
-
-
-def _check_first_output(module: torch.nn.Module, described: str) -> None:
-    def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: object) -> None:
-        handle.remove()
-        hidden_states = next(iter((*arguments, *named.values())))
-        require_shape(output, hidden_states, described)
-
-    handle = module.register_forward_hook(check, with_kwargs=True)
-
-
 def refuse_pins(
     folder: Path, dtype: str | None, device: str | None, a2a_backend: str | None, runner_backend: str | None
 ) -> None:
@@ -203,7 +182,7 @@ def refuse_pins(
     for module in shell.sketch().to(TORCH_DTYPES[word]).modules():
         if is_experts(module):
             layout = attrs.evolve(read_layout(module, with_data=False), device_type=target.type)
-            preparer.plan(layout, configured_top_k(module))
+            preparer.plan(layout, configured_top_k(module), keeps_weights=True)
 
 
 def find_device(device: str | None) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -42,8 +43,8 @@ def new_plugin(
     except OSError as error:
         raise SpecError(f"{folder} cannot be written ({error.strerror}); name another with --output") from error
     typer.echo(f"wrote {folder}. Next:")
-    typer.echo(f"  pip install -e '{folder}[test]'")
-    typer.echo(f"  moe-core verify {name}        # or: pytest {folder}")
+    typer.echo(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
+    typer.echo(f"  moe-core verify {name}        # or: pytest {shlex.quote(str(folder))}")
     typer.echo(f"  then replace what {folder / 'README.md'} lists")
 
 

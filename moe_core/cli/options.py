@@ -8,23 +8,25 @@ from typing import Annotated
 
 import typer
 
+from moe_core.cli.document import alone_if
 from moe_core.cli.output import print_error
-from moe_core.described import unnamed_arch
+from moe_core.described import OF_PLUGINS, check_described, doubts, unasked
 from moe_core.environment import PRESETS, Environment
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.manager import default_manager
+from moe_core.manager import BackendManager, default_manager
 from moe_core.measurements import MeasurementTable
 from moe_core.model_config import read_config
 from moe_core.planner import decide
+from moe_core.regular_file import read_regular
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import FLOAT_DTYPES
 
 
-def known_word(kind: str, word: str, words: Iterable[str]) -> str:
-    """`word` if it is one of `words`; raises `UnknownNameError` with did-you-mean otherwise."""
+def known_word(kind: str, word: str, words: Iterable[str], hint: str = "") -> str:
+    """`word` if it is one of `words`; raises `UnknownNameError` with did-you-mean and the hint otherwise."""
     known = tuple(words)
     if word not in known:
-        raise UnknownNameError(kind, word, known)
+        raise UnknownNameError(kind, word, known, hint)
     return word
 
 
@@ -37,7 +39,7 @@ def _known_device(word: str | None) -> str | None:
         return None
     # `meta` computes nothing.
     known = (device for device in default_manager().device_types() if device != "meta")
-    return known_word("device type", word, known)
+    return known_word("device type", word, known, f"Others {OF_PLUGINS}.")
 
 
 #: A model that runs or is written again; what only looks at layers takes `Model` of `layer_options`.
@@ -77,7 +79,10 @@ MachineName = Annotated[
         show_default="this machine, probed",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=alone_if, is_eager=True, help="Print one JSON document instead."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
 
 
@@ -109,14 +114,24 @@ def check_names(a2a_backend: str | None = None, runner_backend: str | None = Non
 def read_text(path: Path) -> str:
     """The content of a UTF-8 file; raises `SpecError` if it is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path)
     except OSError as error:
         raise SpecError(f"text {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise SpecError(f"text {path}: not readable as UTF-8 ({error})") from error
 
 
-def tell_unnamed(machine: Environment) -> None:
-    """Warn of a described generation that no plugin names: it may be a slip of the pen."""
-    if unnamed := unnamed_arch(machine, default_manager().specs()):
-        print_error(unnamed, label="warning")
+def check_machine(manager: BackendManager, machine: Environment) -> None:
+    """Warn of what a machine is said to have and no plugin knows: it may be a slip of the pen, or a plugin is missing.
+
+    Raises:
+        SpecError: It has a device type or a generation that nobody knows.
+    """
+    check_described(machine, manager.specs())
+    asked = {
+        "packages": ("torch", "triton", *manager.modules_required()),
+        "variables": manager.variables_read(),
+        "programs": [program.name for program in manager.programs_started()],
+    }
+    for doubt in (*doubts(machine, manager.specs()), *unasked(machine, asked)):
+        print_error(doubt, label="warning")

@@ -17,6 +17,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.segment import Segment
 from rich.text import Text
 
+from moe_core.cli.document import DocumentAlone
 from moe_core.cli.word_table import WordFields
 from moe_core.errors import harmless
 
@@ -38,7 +39,9 @@ def stderr() -> Console:
 
 def _console(file: TextIO) -> Console:
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if not os.environ.get("COLUMNS") and not any(map(os.isatty, range(3))):
+    is_told = os.environ.get("COLUMNS") or any(map(os.isatty, range(3)))
+    # Some shells say that they have no columns where they do not know.
+    if not is_told or console.width < 1:
         console.width = _COLUMNS
     return console
 
@@ -81,10 +84,9 @@ def verdict(word: str) -> Text:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON document on stdout, and nothing else; letters that an encoding lacks are escaped as JSON does it."""
+    """One JSON document on stdout; letters that an encoding lacks are escaped as JSON does it."""
     has_all = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    # A program that is started without an output has no file to write to; this knows.
-    print(json.dumps(data, indent=2, ensure_ascii=not has_all))
+    DocumentAlone.write(json.dumps(data, indent=2, ensure_ascii=not has_all))
 
 
 def print_error(message: str, label: str = "error") -> None:

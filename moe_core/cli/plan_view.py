@@ -124,35 +124,41 @@ def _route_line(plan: MoEPlan, route: Route, decision: Decision) -> str:
     limit = f"up to {counted(route.max_tokens, 'token')}" if route.max_tokens else ""
     graph = "graph capture" if route.graph_capture else ""
     dtype = f"dispatch dtype {route.token_dtype} (by {route.dtype_rule}{asked})"
-    chosen = f"chosen by {_chosen_by(plan, route)}{_because(route, decision)}"
+    chosen = f"chosen by {_chosen_by(plan, route, decision)}"
     return "\n".join((route.candidate.full_name, ", ".join(filter(None, (dtype, chosen, limit, graph)))))
 
 
-def _because(route: Route, decision: Decision) -> str:
-    """` (tier generic)`, ` (measured times)`: what set a route that the rank chose apart from the next; else ""."""
-    of_route = [
-        workload
-        for workload in decision.workloads
-        if workload.ranked and workload.ranked[0].candidate == route.candidate
-        if route.selected_by == "rank" and route.phase in (workload.workload.phase, ANY)
-        if route.max_tokens is None or workload.min_tokens <= route.max_tokens
-    ]
-    if not of_route:
-        return ""
-    workload = of_route[-1]
-    alike = len(workload.not_told_apart)
-    doubt = f", not told apart from {counted(alike, 'other')}" if alike else ""
-    first = workload.ranked[0]
-    # A range's time is of one of its token counts, which the explanation names.
-    because = first.because.replace(first.provenance, "measured times") if first.is_by_time else first.because
-    return f" ({workload.outranked_by or because}{doubt})"
+def _chosen_by(plan: MoEPlan, route: Route, decision: Decision) -> str:
+    """`rank (tier generic)`, `pin (runner torch), then prefer (none), then rank (measured times)`.
 
-
-def _chosen_by(plan: MoEPlan, route: Route) -> str:
-    """`rank`, `pin (runner torch), then rank`, `pin (a2a none), then plugin policy`; a fallback has dropped pins."""
+    A fallback has dropped pins, which are left out.
+    """
     request = plan.request
     pins = (request.pins(workload) for workload in request.workloads if route.phase in (workload.phase, ANY))
     single = dict.fromkeys(pin for each in pins for pin in (Pins(a2a=each.a2a), Pins(runner=each.runner)))
     kept = [str(pin) for pin in single if pin != Pins() and not pin_reasons(route.candidate, pin)]
-    by = route.selected_by if route.selected_by == "rank" else f"plugin {route.selected_by}"
-    return f"pin ({', '.join(kept)}), then {by}" if kept else by
+    by = _by_rank(route, decision) if route.selected_by == "rank" else [f"plugin {route.selected_by}"]
+    return ", then ".join([f"pin ({', '.join(kept)})"] * bool(kept) + by)
+
+
+def _by_rank(route: Route, decision: Decision) -> list[str]:
+    """What of the order decided, and by what it set the route apart from the next: the user's preference goes first."""
+    of_route = [
+        workload
+        for workload in decision.workloads
+        if workload.ranked and workload.ranked[0].candidate == route.candidate
+        if route.phase in (workload.workload.phase, ANY)
+        if route.max_tokens is None or workload.min_tokens <= route.max_tokens
+    ]
+    if not of_route:
+        return ["rank"]
+    workload = of_route[-1]
+    first, alike = workload.ranked[0], len(workload.not_told_apart)
+    is_told = not alike or "not told apart" in first.because
+    doubt = "" if is_told else f", not told apart from {counted(alike, 'other')}"
+    # A range's time is of one of its token counts, which the explanation names.
+    because = first.because.replace(first.provenance, "measured times") if first.is_by_time else first.because
+    by = [f"prefer ({', '.join(first.preferred)})"] * bool(first.preferred)
+    if workload.outranked_by or because != "prefer":
+        by.append(f"rank ({workload.outranked_by or because}{doubt})")
+    return by

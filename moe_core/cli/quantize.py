@@ -69,7 +69,7 @@ def quantize(
     inputs = _inputs(model, text, window, input_scale)
     with exit_on_signals(), progress_bar(f"writing {scheme} for {ecosystem}") as progress:
         written = quantize_checkpoint(model, output, scheme, ecosystem=ecosystem, inputs=inputs, progress=progress)
-    _print_result(written, word)
+    _print_result(written, word, ecosystem)
 
 
 def _require_scales(scheme: str, wanted: bool, text: str | None, input_scale: float | None) -> None:
@@ -117,7 +117,7 @@ def _calibrated(source: Path, text: str, window: int, default: float | None) -> 
         return calibrate(network, windows, default=default, progress=lambda done: progress(done, len(windows)))
 
 
-def _print_result(written: WrittenCheckpoint, word: str) -> None:
+def _print_result(written: WrittenCheckpoint, word: str, ecosystem: str) -> None:
     before, after = written.expert_bytes_before, written.expert_bytes_after
     kept, scheme = written.kept_bytes, written.stored.scheme.label
     meant = "" if word == scheme else f" ({word} is short for it)"
@@ -125,7 +125,7 @@ def _print_result(written: WrittenCheckpoint, word: str) -> None:
         fields(
             {
                 "written": str(written.folder),
-                "scheme": f"{scheme}{meant}, stored as {written.stored.storage}",
+                "scheme": f"{scheme}{meant}, in the layout of {ecosystem}",
                 "experts": f"{written.num_experts}: {_megabytes(before)} -> {_megabytes(after)}",
                 "unchanged": _megabytes(kept),
                 "in all": f"{_megabytes(before + kept)} -> {_megabytes(after + kept)}",

@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "activation": "silu",
     "bias": False,
 }
+#: For a scheme that nobody knows.
+_OF_CORE = "Schemes are of moe-core itself: plugins say which of them they run, and add none."
 ACTIVATIONS = {
     "silu": SWIGLU,
     "gelu": GEGLU,
@@ -95,7 +97,7 @@ def _groups(
     """The groups of a model, draft layers last, or one group without layer numbers; arguments as above."""
     if dtype is not None:
         known_word("dtype", dtype, FLOAT_DTYPES)
-    scheme = SCHEMES[known_word("quantization scheme", quant, SCHEMES)] if quant is not None else None
+    scheme = None if quant is None else SCHEMES[known_word("quantization scheme", quant, SCHEMES, _OF_CORE)]
     if shared["dispatch_dtype"] is not None:
         known_word("dispatch dtype", shared["dispatch_dtype"], TOKEN_DTYPES)
     variable = bf16_dispatch_requested(os.environ, shared["dispatch_dtype"])

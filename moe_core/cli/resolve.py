@@ -24,7 +24,7 @@ from moe_core.cli.layer_options import (
     TpSize,
 )
 from moe_core.cli.option_words import speller
-from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, known_word, tell_unnamed
+from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, check_machine, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
 from moe_core.cli.requests import assumed, requested_groups, workloads
@@ -167,19 +167,15 @@ def resolve(
     groups = list(requested_groups(shape or (), model, layer, dtype, schemes, shared))
     manager = default_manager()
     machine = manager.probe() if environment is None else load_environment(environment)
+    check_machine(manager, machine)
     table = _measurements(measurements, no_measurements, machine)
-    tell_unnamed(machine)
     results = [_resolved(name, group, manager, machine, table, schemes) for name, group in groups]
     spelled = speller(context)
     if as_json:
         _print_json(results)
     else:
         _print(results, spelled, explain=explain, full=verbose)
-    errors = dict.fromkeys(result.error for result in results if result.error)
-    for message in errors:
-        print_error(spelled(message))
-    if errors:
-        raise typer.Exit(1)
+    _exit_if_refused(results, spelled)
 
 
 def _measurements(file: Path | None, none: bool, machine: Environment) -> MeasurementTable | None:
@@ -228,6 +224,15 @@ def _print(results: list[Resolved], spelled: Callable[[str], str], *, explain: b
             console.print(plan_view(result.title, result.plan, result.decision, spelled, result.assumed))
         if explain:
             console.print(explain_view(result.title, result.decision, spelled, full=full))
+
+
+def _exit_if_refused(results: list[Resolved], spelled: Callable[[str], str]) -> None:
+    """Say every error once, and raise `typer.Exit` if there is any."""
+    errors = dict.fromkeys(result.error for result in results if result.error)
+    for message in errors:
+        print_error(spelled(message))
+    if errors:
+        raise typer.Exit(1)
 
 
 def _json(result: Resolved) -> dict[str, Any]:

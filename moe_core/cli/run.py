@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ from moe_core.cli.options import (
     known_word,
     read_text,
 )
-from moe_core.cli.output import fields, stdout
+from moe_core.cli.output import fields, print_error, stdout
 from moe_core.cli.plan_view import layer_ranges, plan_view
 from moe_core.cli.progress import progress_bar, stage
 from moe_core.errors import MoeCoreError, SpecError, counted
@@ -33,9 +33,10 @@ from moe_core.vocabulary import FLOAT_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_core.cli.encoded_text import EncodedText
     from moe_core.cli.generation import Generated
     from moe_core.cli.text_codec import TextCodec
-    from moe_core.evaluation import Progress, Window
+    from moe_core.evaluation import Window
     from moe_core.integrations.transformers import LoadedModel
     from moe_core.integrations.transformers.prepared import PreparedExperts
 
@@ -75,44 +76,30 @@ def run(
     check_model_folder(model)
     check_names(a2a_backend, runner_backend)
     _check_prompt(prompt)
-    sample = None if text is None else read_text(text)
+    sample = None if text is None else _Sample(text, read_text(text), window)
     with stage("importing torch and transformers"):
-        from moe_core.cli import generation, model_loading
+        from moe_core.cli import model_loading
         from moe_core.cli.encoded_text import encode
-        from moe_core.evaluation import cut_windows, prompt_logits
 
         model_loading.require_transformers()
     if compare_eager and model_loading.is_quantized(model):
         raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
     encoded = encode(model, prompt)
-    ids, codec = encoded.ids, encoded.codec
-    if not ids:
+    if not encoded.ids:
         raise SpecError("the prompt is empty; give at least one token to continue")
-    sample_ids = [] if sample is None else codec.encode(sample)
-    windows = () if sample is None else cut_windows(len(sample_ids), window, window)
-    eager = _EagerReference(ids, compare_eager)
+    if sample is not None:
+        sample.cut(encoded.codec)
+    _tell_context(encoded, max_new_tokens)
+    eager = _EagerReference(encoded.ids, compare_eager)
     loaded = model_loading.load_served(
         model, dtype, device, a2a_backend, runner_backend, before_preparing=eager.compute
     )
-    network = loaded.model
     _print_plans(loaded.experts, speller(context))
-    # The first forward compiles and allocates; the figures below are of the second.
-    with stage("warm-up"):
-        logits = prompt_logits(network, ids)
-    _refuse_nan(logits)
-    with stage("generating"):
-        generated = generation.generate(network, ids, max_new_tokens)
-    figures = _figures(generated, codec, loaded)
-    if eager.logits is not None:
-        figures["difference"] = _difference(logits, eager.logits)
-    elif compare_eager is None and loaded.is_quantized:
-        figures["difference"] = "from eager not available: the experts exist in quantized form alone"
-    if text is not None and sample is not None:
-        with progress_bar("perplexity", "windows") as progress:
-            described = f"{text}, windows of {window}"
-            num_bytes = len(sample.encode("utf-8"))
-            figures["perplexity"] = _perplexity(network, sample_ids, windows, num_bytes, described, progress)
-    _print_result(f"{prompt}{codec.decode(generated.ids)}", figures)
+    logits, generated = _generated(loaded, encoded.ids, max_new_tokens)
+    figures = _figures(generated, encoded.codec, loaded) | eager.figure(logits, loaded)
+    if sample is not None:
+        figures["perplexity"] = sample.perplexity(loaded.model)
+    _print_result(f"{prompt}{encoded.codec.decode(generated.ids)}", figures)
 
 
 def _check_prompt(prompt: str) -> None:
@@ -125,12 +112,36 @@ def _check_prompt(prompt: str) -> None:
         ) from error
 
 
-def _refuse_nan(logits: Tensor) -> None:
+def _generated(loaded: LoadedModel, ids: list[int], max_new_tokens: int) -> tuple[Tensor, Generated]:
+    """The logits of the prompt, and what the model makes of it; errors as of `_refuse_nan`."""
+    from moe_core.cli.generation import generate
+    from moe_core.evaluation import prompt_logits
+
+    # The first forward compiles and allocates; the figures are of the second.
+    with stage("warm-up"):
+        logits = prompt_logits(loaded.model, ids)
+    _refuse_nan(logits, {name for prepared in loaded.experts.values() for name in prepared.plan.plugins})
+    with stage("generating"):
+        return logits, generate(loaded.model, ids, max_new_tokens)
+
+
+def _tell_context(encoded: EncodedText, max_new_tokens: int) -> None:
+    """Warn where more tokens are asked for than the model was made for: it would go on, with worse and worse text."""
+    most = len(encoded.ids) + max_new_tokens
+    if encoded.context is not None and most > encoded.context:
+        print_error(
+            f"the prompt has {counted(len(encoded.ids), 'token')}, with --max-new-tokens {max_new_tokens} that may "
+            f"become {most}: {encoded.folder} was made for {encoded.context}",
+            label="warning",
+        )
+
+
+def _refuse_nan(logits: Tensor, plugins: Iterable[str]) -> None:
     """Raise `MoeCoreError` for logits of any shape that hold NaN: every further token would follow from it."""
     if logits.isnan().any():
         raise MoeCoreError(
             "the model answers the prompt with NaN: its weights hold some, a value was too large for its dtype, or its "
-            "backend is wrong, which moe-core verify would tell"
+            f"backend is wrong, which moe-core verify {' '.join(sorted(plugins))} would tell"
         )
 
 
@@ -148,6 +159,40 @@ class _EagerReference:
         if wanted:
             with stage("eager reference"):
                 self.logits = prompt_logits(network, self._ids)
+
+    def figure(self, logits: Tensor, loaded: LoadedModel) -> dict[str, str]:
+        """How far logits are from it; why that is not known where nobody said that it need not be."""
+        if self.logits is not None:
+            return {"difference": _difference(logits, self.logits)}
+        if self._wanted is None and loaded.is_quantized:
+            return {"difference": "from eager not available: the experts exist in quantized form alone"}
+        return {}
+
+
+class _Sample:
+    """A text whose perplexity is measured: cut before any weight is loaded, so that one that is too short is told."""
+
+    def __init__(self, path: Path, text: str, window: int) -> None:
+        self._path, self._text, self._window = path, text, window
+        self._ids: list[int] = []
+        self._windows: tuple[Window, ...] = ()
+
+    def cut(self, codec: TextCodec) -> None:
+        from moe_core.evaluation import cut_windows
+
+        self._ids = codec.encode(self._text)
+        self._windows = cut_windows(len(self._ids), self._window, self._window)
+
+    def perplexity(self, network: Any) -> str:
+        from moe_core.evaluation import evaluate, prompt_logits
+
+        with progress_bar("perplexity", "windows") as progress:
+            measured = evaluate(partial(prompt_logits, network), self._ids, self._windows, progress=progress)
+        per_byte = measured.perplexity(len(self._text.encode("utf-8")) / len(self._ids))
+        return (
+            f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "
+            f"({counted(measured.num_tokens, 'token')} of {self._path}, windows of {self._window})"
+        )
 
 
 def _print_plans(experts: Mapping[str, PreparedExperts], spelled: Callable[[str], str]) -> None:
@@ -187,19 +232,6 @@ def _figures(generated: Generated, codec: TextCodec, loaded: LoadedModel) -> dic
         if decode is None
         else f"{decode:.1f} tokens/s ({counted(len(generated.ids) - 1, 'token')})",
     }
-
-
-def _perplexity(
-    network: Any, ids: list[int], windows: Sequence[Window], num_bytes: int, described: str, progress: Progress
-) -> str:
-    from moe_core.evaluation import evaluate, prompt_logits
-
-    measured = evaluate(partial(prompt_logits, network), ids, windows, progress=progress)
-    per_byte = measured.perplexity(num_bytes / len(ids))
-    return (
-        f"{per_byte.mean:.3f} per byte, {measured.perplexity().mean:.3f} per token "
-        f"({counted(measured.num_tokens, 'token')} of {described})"
-    )
 
 
 def _difference(logits: Tensor, reference: Tensor) -> str:

@@ -15,12 +15,11 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moe_core.cli.backend_status import why_none
-from moe_core.cli.options import AsJson, Device, MachineName, Verbose, tell_unnamed
+from moe_core.cli.options import AsJson, Device, MachineName, Verbose, check_machine
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.progress import Lines, stage
 from moe_core.cli.stopping import exit_on_signals
 from moe_core.cli.verify_report import Report, pair_of, summary_of, to_json, to_junit, view
-from moe_core.described import check_described
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import MoeCoreError, SpecError, counted
 from moe_core.manager import BackendManager, default_manager
@@ -28,6 +27,9 @@ from moe_core.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from moe_core.testing.outcome import Result
+
+#: Each of them holds a torch.
+_MOST_JOBS = 256
 
 
 def verify(
@@ -42,7 +44,15 @@ def verify(
     environment: MachineName = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes on a CPU.", show_default="one for each core"),
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            max=_MOST_JOBS,
+            metavar="N",
+            help="Processes on a CPU.",
+            show_default="one for each core",
+        ),
     ] = None,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML report for a CI system.")
@@ -68,8 +78,7 @@ def verify(
         manager.require(name)
     machine = None if environment is None else load_environment(environment)
     if machine is not None:
-        check_described(machine, manager.specs())
-        tell_unnamed(machine)
+        check_machine(manager, machine)
     # Killed, it would leave the processes that it has started.
     with exit_on_signals():
         reports = [_run(manager, name, quick, machine, device, jobs) for name in dict.fromkeys(names)]

@@ -18,10 +18,14 @@ def panel_rows(num_rows: int) -> int:
     return min(_MOST_ROWS, num_rows & -num_rows)
 
 
-def new_panels(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """Room for `[L, N / rows, C / columns, rows, columns]` of `like [L, ...]`, of its dtype."""
-    rows, columns = panel_rows(num_rows), ROW_BYTES // like.element_size()
-    return like.new_empty((like.shape[0], num_rows // rows, num_columns // columns, rows, columns))
+def new_panels(weight: Tensor) -> Tensor:
+    """Room for the panels of `weight [L, N, C]`, of its dtype: `[L, N / rows, C / columns, rows, columns]`.
+
+    `columns` are 128 bytes of it, and divide `C`.
+    """
+    num_experts, num_rows, num_columns = weight.shape
+    rows, columns = panel_rows(num_rows), ROW_BYTES // weight.element_size()
+    return weight.new_empty((num_experts, num_rows // rows, num_columns // columns, rows, columns))
 
 
 def fill_panels(panels: Tensor, weight: Tensor, *, in_halves: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from moe_core.errors import MoeCoreError, is_interrupt
+from moe_core.errors import MoeCoreError, is_interrupt, told
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -76,7 +76,8 @@ class Case:
             # The next case runs whatever this one raised, unless it was the user.
             if is_interrupt(error):
                 raise
-            status, text = FAILED, f"it raised {type(error).__name__}: {error}"
+            # Notes say which function it was.
+            status, text = FAILED, "; ".join([f"it raised {told(error)}", *getattr(error, "__notes__", ())])
             trace = "".join(traceback.format_exception(error))
         seconds = time.perf_counter() - start
         return Result(

@@ -139,7 +139,8 @@ class Recorder:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other runs from writing between a look at the file and its writing.
 
-    For a moment only, and not where a system or file system has no locks: a cache is never waited for.
+    A lock that others hold is waited for a second at most, and where a system or file system has none all goes on
+    without: a cache is in nobody's way.
     """
     try:
         import fcntl

@@ -37,7 +37,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, none of them less than zero."""
+        """Seconds until then, 0 once it has passed, infinity for never."""
         return max(self.at - self.clock(), 0.0)
 
     def require(self, what: str, seconds: float = 0.0) -> None:

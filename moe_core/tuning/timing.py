@@ -70,7 +70,7 @@ class Timing:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Microseconds between which the median would lie if samples were taken for ever, with about 99 %.
+        """Microseconds between which the median would lie if samples were taken for ever, with 99 % (of five 94 %).
 
         Two samples whose ranks bound a median whatever the distribution: those of the binomial, by its normal
         approximation (Hahn and Meeker, Statistical Intervals, 5.2). Of fewer than twelve the smallest and the largest.

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from moe_core.errors import WeightsError, some_of
 from moe_core.payloads import Tensor
+from moe_core.regular_file import read_regular, require_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -205,6 +206,7 @@ class InMemory:
 
 def _open_file(path: Path) -> Any:
     try:
+        require_regular(path)
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path}: not a whole safetensors file ({error}); fetch it again") from error
@@ -235,7 +237,7 @@ def _only_file(folder: Path) -> Path:
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name, as the index says."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(index))
         file_of = content["weight_map"]
         named = set(file_of.values())
         if not all(isinstance(file, str) for file in named):

@@ -21,7 +21,7 @@ from moe_core.measurements import MeasurementTable
 from moe_core.planner import make_plan
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_core.backends.triton.tiles import IN_PANELS
+from moe_core.backends.triton.tiles import MEASURED_IN_PANELS
 
 LAYER = LayerRequest(
     num_experts=3,
@@ -60,7 +60,7 @@ def test_8_bits_on_both_sides(name: str) -> None:
 
 def _fewest_rows(operands: str) -> list[int]:
     """The fewest rows per expert that each entry of the table is for."""
-    return [int(most) + 1 for most in (0, *list(IN_PANELS[operands])[:-1])]
+    return [int(most) + 1 for most in (0, *list(MEASURED_IN_PANELS[operands])[:-1])]
 
 
 @pytest.mark.parametrize("rows", _fewest_rows("half"))

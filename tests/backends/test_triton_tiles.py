@@ -31,6 +31,12 @@ def test_every_tile_fits_into_shared_memory(operands: str, card: str, shared: in
         assert _bytes(table, second, 1) <= shared
 
 
+@pytest.mark.parametrize(("operands", "columns"), [("half", 64), ("byte", 128)])
+def test_a_step_is_a_panels_columns_whatever_fits(operands: str, columns: int) -> None:
+    table = TileTable(operands=operands, shared_bytes=32 << 10, descriptors=True, panels=True)
+    assert {tile.k for rows in (1, 4, 20, 40, 90, 200, 6000) for tile in table.choose(rows)} == {columns}
+
+
 def test_more_rows_per_expert_take_larger_tiles() -> None:
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=True)
     rows = [table.choose(mean)[0].m for mean in (1, 8, 8.1, 24, 48, 49, 1000)]
@@ -54,7 +60,7 @@ def test_a_card_has_its_own_tiles_and_others_those_of_an_h100() -> None:
 def test_a_layer_gets_the_tiles_of_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_card("NVIDIA H200", monkeypatch)
     asked: list[str] = []
-    monkeypatch.setattr(tiles, "measured", lambda operands, name: asked.append(name) or measured(operands, name))
+    monkeypatch.setattr(tiles, "measured", lambda operands, name, _: asked.append(name) or measured(operands, name))
     request = LayerRequest(
         num_experts=2, top_k=1, hidden_size=16, intermediate_size=16, dtype="bf16", runner_backend="triton"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -264,3 +265,51 @@ def test_a_model_is_always_named_by_the_same_option():
     }
     of_models = {name for name, command in COMMANDS.items() if "model" in {param.name for param in command.params}}
     assert of_models == {"bench", "eval", "quantize", "resolve", "run", "tune"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--prompt", "a", "--model", "{model}", "--text", "{pipe}"),
+        ("eval", "--model", "{model}", "--text", "{pipe}"),
+        ("quantize", "--model", "{model}", "--output", "{new}", "--scheme", "nvfp4", "--calibrate", "{pipe}"),
+        ("quantize", "--model", "{model}", "--output", "{pipe}", "--scheme", "fp8_block128"),
+        ("resolve", "--model", "{pipe}"),
+        ("resolve", "--environment", "{pipe}"),
+        ("resolve", "--measurements", "{pipe}"),
+        ("bench", "--read", "{pipe}"),
+        ("bench", "--output", "{pipe}"),
+        ("bench", "--plot", "{pipe}"),
+        ("tune", "--output", "{pipe}"),
+        ("verify", "--junit", "{pipe}"),
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_is_refused_and_not_waited_for(call, tmp_path, words):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    paths = {name: str(tmp_path / name) for name in ("model", "pipe", "new")}
+    code, out, err = call(*(word.format(**paths) for word in words))
+    assert (code, out) == (2, "")
+    assert paths["pipe"] in err
+    assert "regular file" in err or "not an empty folder" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("resolve", "--top-k", "abc"), "'--top-k': .*'abc'"),
+        (("resolve", "--top-k=1e3"), "'--top-k': .*'1e3'"),
+        (("bench", "--tokens", "7", "--tokens=0"), "'--tokens': .*'7', '0'\n"),
+        (("tune", "--minutes", "nan"), "'--minutes': .*'nan'"),
+        (("verify", "-j", "-1"), "'--jobs' / '-j': .*'-1'"),
+        (("resolve", "--top-k"), "requires an argument"),
+        (("run", "--model", "x"), "Missing option '--prompt'.\n"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_a_value_that_is_refused_is_repeated(call, words, message):
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert re.search(message, err)

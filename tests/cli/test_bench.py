@@ -8,14 +8,17 @@ import re
 import sys
 from importlib import metadata
 
+import attrs
 import pytest
 import torch
 from tiny_models import write_tiny_qwen
 
+from moe_core.bench.contenders import Combination
 from moe_core.tuning import ceilings
 from moe_core.tuning.layers import Batches
 
 SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "128", "--intermediate-size", "128")
+BIND = Combination.bind
 QUICK = ("--device", "cpu", "--repeats", "1", "--tokens", "2")
 
 
@@ -183,3 +186,39 @@ def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(c
     code, out, err = call("bench", *SIZES, *QUICK, "--plot", str(tmp_path / "chart.xyz"))
     assert (code, out) == (2, "")
     assert "chart.xyz: no format 'xyz' is known, its ending must be one of " in err
+
+
+def _doubled(self, *arguments):
+    bound = BIND(self, *arguments)
+    return attrs.evolve(bound, layer=lambda *inputs: 2 * bound.layer(*inputs))
+
+
+def _raising(self, *arguments):
+    raise RuntimeError("no such tile")
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("bind", "told"),
+    [(_doubled, "wrong result: relative error 1, at most "), (_raising, "RuntimeError: no such tile (T = 2, 3)\n")],
+)
+def test_what_is_wrong_of_ours_is_a_failure_whatever_others_do(call, monkeypatch, bind, told):
+    words = ("bench", *SIZES, *QUICK, "--tokens", "3", "--peer", "torch grouped_mm")
+    assert call(*words)[0] == 0
+    monkeypatch.setattr(Combination, "bind", bind)
+    code, out, err = call(*words)
+    assert code == 1
+    assert re.search(r"torch grouped_mm \d", " ".join(out.split()))
+    last = err.partition("error: ")[2]
+    assert last.startswith(f"moe-core, 4 experts, top-2, H 128, I 128, bf16: {told}")
+    assert last.endswith("(T = 2, 3)\n")
+
+
+@pytest.mark.error_path
+def test_what_was_asked_for_and_cannot_run_is_a_failure_and_what_is_wrong_of_others_is_none(call, monkeypatch):
+    code, _, err = call("bench", *SIZES, *QUICK, "--peer", "none", "--combination", "triton")
+    assert code == 1
+    assert "error: moe-core triton, 4 experts, top-2, H 128, I 128, bf16: no backend combination fits" in err
+    monkeypatch.setattr("moe_core.bench.contenders.PeerContender.bind", _raising)
+    code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "torch grouped_mm")
+    assert (code, "torch grouped_mm failed" in " ".join(out.split())) == (0, True)

@@ -281,3 +281,16 @@ def test_a_missing_package_is_said_once(call, only, monkeypatch):
     _, out, _ = call(*ON_H100)
     assert out.count("deep_gemm >= 2.4, found not installed") == 1
     assert "cuda_deepgemm:deep_gemm.contiguous_bf16, .masked_bf16 package: needs deep_gemm >= 2.4" in _words(out)
+
+
+def test_a_preference_is_not_shown_as_a_rank(call):
+    on_h100 = ("resolve", "--environment", "h100", "--explain", "--prefer")
+    _, out, _ = call(*on_h100, "torch")
+    assert "chosen by prefer (torch), then rank (measured times)" in _words(out)
+    assert re.search(r"any preferred: torch, as are 3 of \d+ that fit; first of these: measured \d+ us", _words(out))
+    _, out, _ = call(*on_h100, "triton.fused")
+    assert "chosen by prefer (triton.fused) weights" in _words(out)
+    _, out, _ = call("resolve", "--environment", "cpu", "--runner-backend", "torch", "--prefer", "torch.masked")
+    assert "chosen by pin (runner torch), then prefer (torch.masked) weights" in _words(out)
+    _, out, _ = call("resolve", "--environment", "cpu", "--prefer", "triton", "--explain")
+    assert "chosen by rank (tier generic)" in _words(out)

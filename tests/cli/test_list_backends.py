@@ -37,7 +37,7 @@ def test_the_built_in_plugins_are_listed(moe_core):
     assert torch_row.split() == ["torch", torch_row.split()[1], "any", "ready"]
     # Its package is there on some systems only.
     assert triton_row.split()[:3] == ["triton", triton_row.split()[1], "cuda"]
-    header, dispatchers, runners, peers, triton, panels, note = names.splitlines()
+    header, dispatchers, runners, peers, triton, panels, allowed, note = names.splitlines()
     assert header.split() == ["NAME", "DECLARES", "VARIANTS"]
     assert dispatchers.split() == [
         *("torch", "dispatchers", "none.standard,", ".contiguous,", ".masked,"),
@@ -52,6 +52,7 @@ def test_the_built_in_plugins_are_listed(moe_core):
         *("runners", "triton.standard,", ".contiguous,", ".masked,", ".fused,", ".standard_panels,", ".fused_panels,"),
         *(".standard_untuned,", ".contiguous_untuned,", ".masked_untuned,", ".fused_untuned"),
     ]
+    assert allowed == "plugins that are loaded: only torch, triton (by variable MOE_CORE_PLUGINS)"
     assert "not looked at" in note
 
 

@@ -164,3 +164,10 @@ def test_what_would_act_on_a_terminal_is_shown_as_it_is_written():
     console = Console(file=io.StringIO(), width=60)
     console.print(fields({"variables": "A=\x1b[31m\tb\nB=ü"}))
     assert console.file.getvalue().split() == ["variables", r"A=\x1b[31m\tb", "B=ü"]
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "wide", ""])
+def test_columns_that_are_none_are_not_believed(monkeypatch, columns, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    stdout().print("a line with words")
+    assert capsys.readouterr().out == "a line with words\n"

@@ -40,11 +40,11 @@ def text(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("words", "stored"),
     [
-        (("fp8_block",), "fp8_block128 (fp8_block is short for it), stored as scaled"),
-        (("fp8_block128",), "fp8_block128, stored as scaled"),
-        (("mxfp4",), "mxfp4_w4a16 (mxfp4 is short for it), stored as compressed_tensors_mxfp4"),
-        (("w8a8_int8", "--ecosystem", "modelslim"), "w8a8_int8, stored as modelslim_w8a8"),
-        (("nvfp4", "--input-scale", "0.5"), "nvfp4, stored as modelopt_nvfp4"),
+        (("fp8_block",), "fp8_block128 (fp8_block is short for it), in the layout of transformers"),
+        (("fp8_block128",), "fp8_block128, in the layout of transformers"),
+        (("mxfp4",), "mxfp4_w4a16 (mxfp4 is short for it), in the layout of compressed_tensors"),
+        (("w8a8_int8", "--ecosystem", "modelslim"), "w8a8_int8, in the layout of modelslim"),
+        (("nvfp4", "--input-scale", "0.5"), "nvfp4, in the layout of modelopt"),
     ],
 )
 def test_a_checkpoint_is_written_and_described(call, folder, tmp_path, words, stored):

@@ -67,6 +67,42 @@ def test_a_generation_that_nothing_names_is_a_warning(call, tmp_path):
     assert call("resolve", "--environment", "b200")[2] == ""
 
 
+def test_what_no_plugin_asks_for_in_a_machine_is_a_warning(call, tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"device_type": "cpu", "packages": {"torch": "2.13.0", "tritn": "3.6", "numpy": "2"}}))
+    code, _, err = call("resolve", "--environment", str(file))
+    assert code == 0
+    told = f"warning: environment {file}, field 'packages': no installed plugin asks for numpy, tritn (did you mean 't"
+    assert err.startswith(told)
+    assert err.count("\n") == 1
+    # What it says itself.
+    file.write_text(call("list-backends", "--json")[1])
+    assert call("resolve", "--environment", str(file))[2] == ""
+
+
+def test_a_machine_for_which_no_plugin_is_installed_is_a_warning(call):
+    code, out, err = call("resolve", "--environment", "ascend-a3")
+    assert code == 0
+    assert "chosen by rank (tier generic)" in out
+    assert err.startswith("warning: no installed plugin has anything made for npu, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (("--runner-backend", "deep_gemm"), "Known: torch (plugin torch), triton (plugin triton). Backends come with "),
+        (("--a2a-backend", "deepep"), "Known: none (plugins torch, triton), peer_memory (plugin triton), torch_all"),
+        (("--prefer", "deepep"), "Known: none (plugins torch, triton), peer_memory (plugin triton), torch, torch_a"),
+        (("--quant-scheme", "fp9"), "Schemes are of moe-core itself: "),
+    ],
+)
+def test_a_name_that_nothing_has_may_be_one_of_a_plugin_that_is_not_installed(call, words, known):
+    code, out, err = call(*ON_CPU, *words)
+    assert (code, out) == (2, "")
+    assert known in err
+    assert "quant" in words[0] or "one that is not listed by moe-core list-backends has to be installed first" in err
+
+
 def test_named_shapes(call):
     shapes = ("--shape", "deepseek-v3", "--shape", "mixtral-8x7b")
     code, out, _ = call(*ON_CPU, *shapes, "--quant-scheme", "fp8_block128", "--ep-size", "2", "--explain")

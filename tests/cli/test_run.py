@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import types
 
 import pytest
@@ -240,3 +241,14 @@ def test_no_hint_is_an_option_that_run_does_not_have(call, folder):
     assert "leave the pins out" in err
     assert "fallback" not in err
     assert err.endswith("every reason: moe-core resolve --model DIR --explain -v\n")
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(9, False), (10, True)])
+def test_more_tokens_than_a_model_was_made_for_are_a_warning(call, folder, stub_bridge, tmp_path, most, is_told):
+    short = shutil.copytree(folder, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10}))
+    words = ("run", "--model", str(short), "--prompt", "a", "--device", "cpu", "--max-new-tokens", str(most))
+    code, _, err = call(*words)
+    told = f"warning: the prompt has 1 token, with --max-new-tokens 10 that may become 11: {short} was made for 10\n"
+    assert (code, told in err) == (0, is_told)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from moe_core.integrations.transformers import PreparedExperts
+from moe_core.bound import BoundExperts
 from tests.integrations.hf_quantized import MODULES, edit, write_qwen
 
 FP8 = {
@@ -65,20 +65,18 @@ def test_eager_cannot_be_compared_with(call: Any, folder: Path) -> None:
 def test_a_wrong_shape_of_quantized_experts_names_them(
     call: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = PreparedExperts.__call__
+    original = BoundExperts.__call__
 
-    def wrong(self: PreparedExperts, hidden_states: Any, *routing: Any) -> Any:
+    def wrong(self: BoundExperts, hidden_states: Any, *routing: Any) -> Any:
         output = original(self, hidden_states, *routing)
         return output[:, 1:] if self.plan.request.quant.is_quantized else output
 
-    monkeypatch.setattr(PreparedExperts, "__call__", wrong)
+    monkeypatch.setattr(BoundExperts, "__call__", wrong)
     code, _, err = call(*words(folder))
     assert code == 1
     last = err.splitlines()[-1]
-    assert last.startswith(
-        "error: experts module model.layers.1.mlp.experts, <PreparedExperts any: torch:none.standard"
-    )
-    assert last.endswith(">: expected a tensor of shape [5, 64], got shape [5, 63]")
+    assert last.startswith("error: <PreparedExperts any: torch:none.standard")
+    assert ">: expected [5, 64] float32 on cpu as the tokens are, got [5, 63] float32 on cpu, of plugin 'torch'" in last
 
 
 @pytest.mark.error_path

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_core.bound import BoundExperts
 from moe_core.environment import PRESETS
 from moe_core.errors import InputError, PluginConflictError, PluginError, ResolutionError, UnsupportedModelError
 from moe_core.integrations.transformers import NAME, prepare, register
@@ -197,3 +198,46 @@ def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(PluginError, match=r"package: needs transformers >= 5\.7.*'moe-core\[transformers\]'"):
         register()
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda out: None, "NoneType"),
+    "shape": (lambda out: out[:-1], r"\[5, 8\] float32 on cpu"),
+    "dtype": (lambda out: out.bfloat16(), r"\[6, 8\] bfloat16 on cpu"),
+    "device": (lambda out: out.to("meta"), r"\[6, 8\] float32 on meta"),
+}
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_form_that_is_wrong_at_many_tokens_alone_names_the_plugin(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, found = FAULTS[fault]
+    experts = prepare(decorate(PlainExperts))[""]
+    run = experts.bound._run
+
+    def spoilt(*tokens: Any) -> Any:
+        # Two tokens were compared with eager; each has two rows here.
+        return spoil(run(*tokens)) if len(tokens[0]) > 4 else run(*tokens)
+
+    monkeypatch.setattr(experts.bound, "_run", spoilt)
+    experts(*(tensor[:2] for tensor in tiny_tokens()))
+    expected = rf"expected \[6, 8\] float32 on cpu as the tokens are, got {found}, of plugin 'torch' \(moe-core "
+    with pytest.raises(PluginError, match=rf"torch:torch.*{expected}.*; moe-core verify torch tells"):
+        experts(*tiny_tokens())
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_forward_that_writes_to_its_tokens_is_refused(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = BoundExperts._run
+
+    def writing(self: BoundExperts, *arguments: Any) -> torch.Tensor:
+        out = run(self, *arguments)
+        arguments[position].zero_()
+        return out
+
+    monkeypatch.setattr(BoundExperts, "_run", writing)
+    with pytest.raises(PluginError, match=r"torch:torch\.standard.* wrote to its tokens or their weights"):
+        prepare(MIXTRAL.build_experts(torch.float32, seed=1))

@@ -16,6 +16,7 @@ import attrs
 import pytest
 
 from moe_core.cli import main
+from moe_core.testing import Kit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,6 +51,20 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     sys.modules.pop("acme_plugin", None)
     (message,) = re.findall(r"It prints, among others:\n\n```\n(.*?)```", text, flags=re.DOTALL)
     assert message in capsys.readouterr().out
+
+
+def test_the_dispatcher_of_the_tutorial_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((title, code),) = [block for block in _blocks("writing_a_backend.md") if block[0] == "acme_fabric.py"]
+    (tmp_path / title).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    # The whole kit tries every scheme of the core's runners with it.
+    checks = {"specs", "router_weights", "missing_experts", "bad_ids", "expert_copies", "dispatched_form", "round_trip"}
+    cases = [case for case in Kit("acme_fabric", device="cpu", quick=True).cases() if case.check in checks]
+    assert {case.check for case in cases} == checks
+    results = [case.run() for case in cases]
+    sys.modules.pop("acme_fabric", None)
+    assert [result for result in results if result.status != "passed"] == []
 
 
 def _blocks(page: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,3 +126,13 @@ def test_a_folder_that_cannot_be_made(call: Call, tmp_path: Path) -> None:
     code, _, err = call("acme", "--output", str(tmp_path / "file" / "acme"))
     assert code == 2
     assert "acme cannot be written (Not a directory); name another with --output" in err
+
+
+@pytest.mark.error_path
+def test_what_is_to_be_typed_next_is_quoted(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "it's a folder"
+    code, out, _ = call("acme", "-o", str(folder))
+    _, install, check, *_ = out.splitlines()
+    assert code == 0
+    assert shlex.split(install)[-1] == f"{folder}[test]"
+    assert shlex.split(check.partition("pytest ")[2]) == [str(folder)]

@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 def test_too_few_devices_are_said(count: int, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     results = [case.run() for case in _cases("cuda")]
-    assert len(results) == 3
+    assert len(results) == 4
     assert {(result.status, result.text) for result in results} == {
         (NOT_RUN, f"2 ranks need as many devices, found {count}")
     }

@@ -106,7 +106,7 @@ def test_nobody_writes_between_a_look_and_the_writing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
-def test_a_lock_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     held = os.open(tmp_path, os.O_RDONLY)

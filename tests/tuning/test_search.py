@@ -138,7 +138,7 @@ def test_what_exits_or_fails_in_a_turn_is_left_out_as_any_other(
 
     monkeypatch.setitem(RESULTS, "quick", answer)
     (step,) = LayerSearch(manager, LAYER, CPU).steps([1])
-    assert step.problems["toy:quick.fused"] == "T=1: SystemExit: 3"
+    assert step.problems["toy:quick.fused"] == "T=1: in the forward of toy:quick.fused: SystemExit: 3"
     assert "toy:quick.fused" not in step.microseconds
     assert len(step.microseconds) > 1
 

@@ -223,16 +223,16 @@ class TritonExperts:
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
         inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else self.dtype)
         inside_scale = self.w2.new_scale(inside) if rounds else None
-        counts, _ = self._counts(pair)
-        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=counts > 0, **gather)
+        awaited, _ = self._awaited(pair)
+        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=awaited > 0, **gather)
         if rounds:
             return inside, inside_scale
         if self.module is not None:
             inside = self.module(inside)
-        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=counts)
+        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=awaited)
 
-    def _counts(self, pair: TilePair) -> tuple[int, int]:
-        """Programs that write each tile of rows of the first projection, and those that have by the time it is rounded.
+    def _awaited(self, pair: TilePair) -> tuple[int, int]:
+        """Programs that have counted themselves in a tile before its rows are rounded, and before they are multiplied.
 
         Both are 0 where launches wait for the end of the one in front of them.
         """
@@ -247,5 +247,5 @@ class TritonExperts:
         """Second projection and what follows it, `[R, H]`."""
         rows, scale = inside
         out = rows.new_empty((rows.shape[0], self.second.width), dtype=self.row_dtype)
-        self.second(rows, tiles, out, pair[1], row_scale=scale, awaited=self._counts(pair)[1])
+        self.second(rows, tiles, out, pair[1], row_scale=scale, awaited=self._awaited(pair)[1])
         return out if self.post_norm is None else self.post_norm(out)

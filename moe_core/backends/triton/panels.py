@@ -36,5 +36,5 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
 
 def _room(name: str, data: Tensor) -> Tensor:
     if name in _PROJECTIONS:
-        return new_panels(data, data.shape[1], data.shape[2])
+        return new_panels(data)
     return torch.empty_like(data, memory_format=torch.contiguous_format)

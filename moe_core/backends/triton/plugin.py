@@ -25,11 +25,11 @@ _ACTIVATIONS = (
 )
 #: Where tiles were measured and tests ran.
 _MEASURED_ARCHS = ("sm90",)
-#: Tag of weights in panels (`moe_core.kernels.panels`).
-_PANELS = "triton_panels"
 _OTHER_ARCHS = ("sm80", "sm86", "sm89", "sm100", "sm103", "sm120")
 #: What all of them multiply: the older ones have no e4m3, neither as weights nor as scales.
 _OTHER_DTYPES = ("bf16", "fp16", "int8", "int4")
+#: Layout tag of weights in panels (`moe_core.kernels.panels`).
+_PANELS = "triton_panels"
 
 
 def _runner(format_: str) -> RunnerSpec:

@@ -88,7 +88,7 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
     },
 }
 #: The same for weights in panels (H200, 2026-11-29). A step is a panel's columns, 128 bytes.
-IN_PANELS: dict[str, dict[float, TilePair]] = {
+MEASURED_IN_PANELS: dict[str, dict[float, TilePair]] = {
     "half": {
         2: (Tile(16, 32, 64, 4, 5, swap=True, tma=True), Tile(16, 128, 64, 4, 4, swap=True, tma=True, own_rows=True)),
         8: (Tile(16, 64, 64, 4, 6, swap=True, tma=True), Tile(16, 128, 64, 4, 6, swap=True, tma=True, own_rows=True)),
@@ -118,7 +118,7 @@ _USUAL = "H100"
 def measured(operands: str, device_name: str, panels: bool = False) -> dict[float, TilePair]:
     """The tiles for these operands on a device, by the card that its name holds; a GH200 is taken for an H200."""
     if panels:
-        return IN_PANELS[operands]
+        return MEASURED_IN_PANELS[operands]
     card = next((card for card in MEASURED if card in device_name), _USUAL)
     return MEASURED[card].get(operands, MEASURED[_USUAL][operands])
 
@@ -186,6 +186,9 @@ class TileTable:
         while True:
             stage = tile.k * (tile.m * row_bytes + tile.n * halves * weight_bytes)
             if stage * tile.num_stages <= self.shared_bytes or tile.k <= 32:
+                return tile
+            if self.panels and tile.num_stages <= 2:
+                # A step is a panel's columns; what does not fit is refused when it is launched.
                 return tile
             if tile.num_stages > 2:
                 tile = attrs.evolve(tile, num_stages=tile.num_stages - 1)

@@ -10,15 +10,17 @@ import torch
 from moe_core.bound import BoundExperts
 from moe_core.decision import Decision
 from moe_core.environment import Environment
-from moe_core.errors import InputError, UnsupportedModelError, WeightsError
+from moe_core.errors import InputError, PluginError, UnsupportedModelError, WeightsError
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights, read_layout
 from moe_core.integrations.transformers.selfcheck import check_against_eager
 from moe_core.manager import BackendManager
+from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.payloads import TORCH_DTYPES, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan
-from moe_core.planner import make_plan
+from moe_core.planner import decide, make_plan
 from moe_core.request import LayerRequest
+from moe_core.vocabulary import CANONICAL
 from moe_core.weights.expected import check_weights
 
 
@@ -50,6 +52,9 @@ class PreparedExperts:
 
         Returns:
             `[T, H]`, dtype of `hidden_states`.
+
+        Raises:
+            PluginError: What the plugins' functions gave has another form, on which transformers would fail later.
         """
         dtype = TORCH_DTYPES[self.plan.request.dtype]
         if hidden_states.dtype != dtype and torch.is_autocast_enabled(hidden_states.device.type):
@@ -61,11 +66,28 @@ class PreparedExperts:
         topk_ids = torch.where(local, top_k_index, -1)
         num_slots = topk_ids.shape[1]
         if num_slots == top_k or top_k > 1:
-            return self.bound(hidden_states, topk_ids, top_k_weights)
+            return self._run(hidden_states, topk_ids, top_k_weights)
         # A rank with fewer experts than a token has slots: each slot becomes a token.
         rows = hidden_states.repeat_interleave(num_slots, dim=0)
-        out: Tensor = self.bound(rows, topk_ids.reshape(-1, 1), top_k_weights.reshape(-1, 1))
+        out = self._run(rows, topk_ids.reshape(-1, 1), top_k_weights.reshape(-1, 1))
         return out.view(-1, num_slots, out.shape[-1]).sum(dim=1, dtype=torch.float32).to(out.dtype)
+
+    def _run(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        out: object = self.bound(hidden_states, topk_ids, topk_weights)
+        # Attributes alone, below a microsecond; without this the error is transformers' own, somewhere behind.
+        if (
+            isinstance(out, torch.Tensor)
+            and out.shape == hidden_states.shape
+            and out.dtype is hidden_states.dtype
+            and out.device == hidden_states.device
+        ):
+            return out
+        plugins = self.bound.plugins
+        raise PluginError(
+            f"{self}: expected {_form(hidden_states)} as the tokens are, got {_form(out)}, of plugin "
+            f"{' and '.join(map(str, plugins))}; moe-core verify {' '.join(found.name for found in plugins)} tells "
+            "what is wrong there, and another runner_backend runs without it"
+        )
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -86,7 +108,7 @@ class Preparer:
     runner_backend: str | None = None
     measurements: MeasurementTable | None = None
     _probed: dict[str, Environment] = attrs.field(factory=dict, init=False)
-    _planned: dict[tuple[str, LayerRequest], tuple[MoEPlan, Decision]] = attrs.field(factory=dict, init=False)
+    _planned: dict[tuple[str, LayerRequest, bool], tuple[MoEPlan, Decision]] = attrs.field(factory=dict, init=False)
     _checked: set[tuple[type, ExpertsLayout]] = attrs.field(factory=set, init=False)
 
     def prepare(
@@ -101,7 +123,7 @@ class Preparer:
             others: The same module prepared for other calls; their weights are used again where the layout fits.
         """
         layout = read_layout(module, dtype)
-        plan, decision = self.plan(layout, top_k)
+        plan, decision = self.plan(layout, top_k, keeps_weights=True)
         weights = _shared_weights(plan, others) or _prepare_weights(module, layout, plan, self.manager)
         prepared = PreparedExperts(plan=plan, decision=decision, bound=BoundExperts(plan, weights, self.manager))
         if (type(module), layout) not in self._checked:
@@ -113,19 +135,43 @@ class Preparer:
             self._checked.add((type(module), layout))
         return prepared
 
-    def plan(self, layout: ExpertsLayout, top_k: int) -> tuple[MoEPlan, Decision]:
-        """The choice for one layout, and why."""
+    def plan(
+        self, layout: ExpertsLayout, top_k: int, *, keeps_weights: bool = False, like: MoEPlan | None = None
+    ) -> tuple[MoEPlan, Decision]:
+        """The choice for one layout, and why.
+
+        Args:
+            layout: The layer.
+            top_k: Experts per token.
+            keeps_weights: The model has the weights whatever is chosen.
+            like: Its runner is pinned, as weights were prepared for it; None for the user's pin.
+        """
         request = layout.request(
             # A token cannot have more experts than this rank holds: its slots are then taken one by one.
             top_k if top_k <= layout.num_experts else 1,
             a2a_backend=self.a2a_backend,
-            runner_backend=self.runner_backend,
+            runner_backend=self.runner_backend if like is None else like.routes[0].runner.full_name,
         )
-        key = (layout.device_type, request)
+        key = (layout.device_type, request, keeps_weights)
         if key not in self._planned:
             environment = self._environment(layout.device_type)
-            self._planned[key] = make_plan(self.manager, request, environment, self.measurements)
+            table = self._without_copies(request, environment) if keeps_weights else self.measurements
+            self._planned[key] = make_plan(self.manager, request, environment, table)
         return self._planned[key]
+
+    def _without_copies(self, request: LayerRequest, environment: Environment) -> MeasurementTable:
+        """The measured times without those for which weights that would be read as they lie would be there twice."""
+        table = self.measurements
+        if table is None:
+            table = default_measurements(environment, self.manager.versions())
+        if decide(self.manager, request, environment, MeasurementTable()).weight_layout != CANONICAL:
+            return table
+        return table.without(
+            f"{plugin.name}:{runner.short_name}"
+            for plugin in self.manager.specs()
+            for runner in plugin.runners
+            if runner.weight_layout != CANONICAL
+        )
 
     def _environment(self, device_type: str) -> Environment:
         given = self.environment
@@ -139,6 +185,12 @@ class Preparer:
                 f"{device_type!r}; call prepare with an environment of that type, or with none"
             )
         return given
+
+
+def _form(output: object) -> str:
+    if not isinstance(output, torch.Tensor):
+        return type(output).__name__
+    return f"{list(output.shape)} {str(output.dtype).removeprefix('torch.')} on {output.device}"
 
 
 def _prepare_weights(

@@ -93,14 +93,12 @@ class QuantizedExperts(torch.nn.Module):
         return self._by_top_k[top_k](hidden_states, top_k_index, top_k_weights)
 
     def _for_top_k(self, top_k: int) -> PreparedExperts:
-        """The same weights for another number of experts per token."""
+        """The same weights for other numbers of experts per token; `ResolutionError` if their runner does not."""
         plan, decision = self._preparer.plan(self.layout, top_k)
         weights = self.prepared.bound.weights
-        if weights.layout != plan.weight_layout or plan.runner_plugin != self.plan.runner_plugin:
-            raise UnsupportedModelError(
-                f"top-{top_k} wants weights in layout {plan.weight_layout!r}, they were prepared for "
-                f"top-{self._first_call} in {weights.layout!r}; pin the runner in load_model"
-            )
+        if (plan.runner_plugin, plan.weight_layout) != (self.plan.runner_plugin, weights.layout):
+            # Times may be of one number of experts per token alone; the weights lie as they lie.
+            plan, decision = self._preparer.plan(self.layout, top_k, like=self.plan)
         bound = BoundExperts(plan, weights, self._preparer.manager)
         return PreparedExperts(plan=plan, decision=decision, bound=bound)
 

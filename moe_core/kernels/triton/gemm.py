@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_core.activation import ActivationSpec
+from moe_core.errors import SpecError
 from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.triton.activation import activation_constants
 from moe_core.kernels.triton.gemm_kernel import grouped_gemm
@@ -94,7 +95,7 @@ class GroupedGemm:
             rows: `[*, C]`, unit stride along columns; floats, or codes with `row_scale`.
             tiles: Which rows there are, and whose.
             out: `[*, N]`, `[*, N / 2]` after a gated activation; only rows of `tiles` are written.
-            tile: Sizes of the tiles; `tile.m` is `tiles.block_m`.
+            tile: Sizes of the tiles; `tile.m` is `tiles.block_m`, `tile.k` the columns of a panel if there are any.
             row_scale: fp32 `[*, groups]` of quantized `rows`.
             order: `[N]`, the slot of each row if `rows` are tokens, which are then gathered (`order[r] // top_k`).
             top_k: Slots per token, with `order`.
@@ -153,7 +154,10 @@ class GroupedGemm:
     def _constants(
         self, tile: Tile, of_call: dict[str, Any], scaling: str, out_dtype: torch.dtype
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of a kernel; `of_call` has the constants that are not those of every call with this tile."""
         weight = self._weight
+        if weight.panel_columns not in (0, tile.k):
+            raise SpecError(f"{tile}: a step has the columns of a panel, {weight.panel_columns}; make k that many")
         constants = {
             "BM": tile.m,
             "BN": tile.n,

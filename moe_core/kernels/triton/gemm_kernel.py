@@ -37,8 +37,8 @@ def _tile(tiles, position, columns, BM: tl.constexpr, TURN: tl.constexpr):
     before = tl.load(entry + 3) % TURN
     in_turn = tl.minimum(before + tl.cdiv(end - first, BM), TURN)
     inside = before * columns + position % columns
-    after = inside % in_turn - before
-    return expert, entry + TILE_FIELDS * after, first + after * BM, end, inside // in_turn
+    further = inside % in_turn - before
+    return expert, entry + TILE_FIELDS * further, first + further * BM, end, inside // in_turn
 
 
 @triton.jit

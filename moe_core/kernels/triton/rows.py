@@ -10,9 +10,9 @@ from moe_core.payloads import Tensor
 #: Programs that keep a GPU busy; more rows than that are given to them in runs, of which 4 rows were best on an H200.
 _PROGRAMS = 2048
 _MOST_ROWS = 4
-#: Numbers per entry of a table of tiles (`sort.RowTiles`), and the last of them.
+#: Numbers per entry of a table of tiles (`sort.RowTiles`), and the place of the last: how many programs have written.
 TILE_FIELDS: tl.constexpr = tl.constexpr(5)
-_COUNT: tl.constexpr = tl.constexpr(4)
+TILE_COUNT: tl.constexpr = tl.constexpr(4)
 
 
 def rows_per_program(num_rows: int, real: Tensor | None) -> int:
@@ -51,7 +51,7 @@ def tile_range(tiles, index, run, PARTS: tl.constexpr):
 @triton.jit
 def wait_for_rows(entry, programs):
     """Wait until so many programs have counted themselves in an entry of a table of tiles, whose rows they wrote."""
-    while tl.atomic_add(entry + _COUNT, 0, sem="acquire") < programs:
+    while tl.atomic_add(entry + TILE_COUNT, 0, sem="acquire") < programs:
         pass
 
 
@@ -60,7 +60,7 @@ def count_program(entry):
     """Tell who waits for the rows of a tile that this program has written its part of them."""
     # All threads have written before one of them says so.
     tl.debug_barrier()
-    tl.atomic_add(entry + _COUNT, 1, sem="release")
+    tl.atomic_add(entry + TILE_COUNT, 1, sem="release")
 
 
 @triton.jit

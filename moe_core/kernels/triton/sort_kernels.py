@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_core.kernels.triton.rows import TILE_FIELDS
+from moe_core.kernels.triton.rows import TILE_COUNT, TILE_FIELDS
 
 # Sizes that change with the tokens: a kernel for each of their divisors would be compiled while a request waits.
 _SIZES = ["num_slots", "num_tiles", "num_blocks", "group_rows"]
@@ -37,7 +37,7 @@ def _write_tiles(table, counts, starts, num_tiles, BM: tl.constexpr, EXPERTS: tl
         tl.store(entry + 1, starts + index * BM, mask=used)
         tl.store(entry + 2, starts + counts, mask=used)
         tl.store(entry + 3, index, mask=used)
-        tl.store(entry + 4, 0, mask=used)
+        tl.store(entry + TILE_COUNT, 0, mask=used)
     total = tl.sum(per_expert)
     for start in range(0, num_tiles, EXPERTS):
         unused = start + experts

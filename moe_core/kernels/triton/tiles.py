@@ -23,7 +23,7 @@ class Tile:
             to 6 % off (H100); others become slower.
         swap: The weights are the first operand of the matrix instruction, whose tile has at least 64 rows.
         own_rows: Of a second projection: its programs wait for the rows of their own tile only, in which those of the
-            first projection count themselves, instead of for the end of the first.
+            first projection count themselves, instead of for the end of the first; `tma_rows` then means nothing.
     """
 
     m: int

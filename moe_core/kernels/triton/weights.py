@@ -47,27 +47,6 @@ class GroupedWeight:
         """Rows of a panel, 0 without panels."""
         return self.data.shape[3] if self.data.dim() == 5 else 0
 
-    def takes_descriptors(self) -> bool:
-        """Whether the bulk copy engine can read the weights."""
-        return self.packing == "plain" and takes_descriptor(self.data)
-
-    def descriptor(self, n: int, k: int, halves: int, interleaved: bool) -> TensorDescriptor:
-        """The weights as `[L, N / halves, halves, C]` in tiles of `[1, n, halves, k]`, made once per tile."""
-        key = (n, k, halves, interleaved)
-        if key not in self._descriptors and self.panel_rows:
-            data = self.data.flatten(0, 1)
-            box = [max(1, n * halves // self.panel_rows), 1, min(n * halves, self.panel_rows), k]
-            self._descriptors[key] = TensorDescriptor(data, [*data.shape], [*data.stride()], box)
-        elif key not in self._descriptors:
-            experts, rows, columns = self.data.shape
-            by_expert, by_row, _ = self.data.stride()
-            width = rows // halves
-            within = (halves * by_row, by_row) if interleaved else (by_row, width * by_row)
-            self._descriptors[key] = TensorDescriptor(
-                self.data, [experts, width, halves, columns], [by_expert, *within, 1], [1, n, halves, k]
-            )
-        return self._descriptors[key]
-
     @property
     def panel_columns(self) -> int:
         """Columns of a panel, 0 without panels."""
@@ -82,6 +61,37 @@ class GroupedWeight:
     def num_inputs(self) -> int:
         """Width `C` of the input rows."""
         return self.data.shape[2] * max(1, self.panel_columns) * (1 if self.packing == "plain" else 2)
+
+    def takes_descriptors(self) -> bool:
+        """Whether the bulk copy engine can read the weights."""
+        return self.packing == "plain" and takes_descriptor(self.data)
+
+    def descriptor(self, n: int, k: int, halves: int, interleaved: bool) -> TensorDescriptor:
+        """The weights as `[L, N / halves, halves, C]` in tiles of `[1, n, halves, k]`, made once per tile.
+
+        Panels are `[L * N / rows, C / columns, rows, columns]`, in tiles of as many of them, or rows of one, as hold
+        `n * halves` rows; `k` is their columns.
+        """
+        key = (n, k, halves, interleaved)
+        if key not in self._descriptors:
+            self._descriptors[key] = (
+                self._panel_descriptor(n * halves, k) if self.panel_rows else self._row_descriptor(*key)
+            )
+        return self._descriptors[key]
+
+    def _panel_descriptor(self, rows: int, k: int) -> TensorDescriptor:
+        data = self.data.flatten(0, 1)
+        box = [max(1, rows // self.panel_rows), 1, min(rows, self.panel_rows), k]
+        return TensorDescriptor(data, [*data.shape], [*data.stride()], box)
+
+    def _row_descriptor(self, n: int, k: int, halves: int, interleaved: bool) -> TensorDescriptor:
+        experts, rows, columns = self.data.shape
+        by_expert, by_row, _ = self.data.stride()
+        width = rows // halves
+        within = (halves * by_row, by_row) if interleaved else (by_row, width * by_row)
+        return TensorDescriptor(
+            self.data, [experts, width, halves, columns], [by_expert, *within, 1], [1, n, halves, k]
+        )
 
     def stored(self) -> Tensor:
         """What a kernel reads: `data`, 4-bit codes in words of eight (int32 `[L, N, C / 8]`) where these can be had."""

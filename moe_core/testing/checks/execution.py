@@ -134,9 +134,13 @@ def _changed_by_a_load(bench: Bench) -> list[str]:
     with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
         # A state that no backend sets, or one that seeds in every load would go unnoticed.
         torch.manual_seed(0x5EED)
-        before = State.now()
-        bench.run(tokens, bench.bind(bench.prepare()))
-        found = State.now().changed_since(before)
+        found: dict[str, None] = {}
+        # With gradients and without: setting what is set already changes nothing.
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
+                before = State.now()
+                bench.run(tokens, bench.bind(bench.prepare()))
+                found |= dict.fromkeys(State.now().changed_since(before))
     return [*found, *([f"stdout, by {printed.getvalue()[:80]!r}"] if printed.getvalue() else [])]
 
 

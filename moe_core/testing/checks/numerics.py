@@ -170,6 +170,8 @@ def check_output_form(bench: Bench) -> None:
     require(output.untyped_storage().data_ptr() not in inputs, "the output shares memory with an input")
     require(output.is_contiguous(), f"the output {list(output.shape)} has strides {list(output.stride())}")
     require(not output.requires_grad, "the output requires grad, so that every forward's memory would be kept")
+    is_locked = output.is_inference() and not torch.is_inference_mode_enabled()
+    require(not is_locked, "the output is made in inference mode, so that nobody outside may write to it")
     _check_rows(bench, tokens)
 
 

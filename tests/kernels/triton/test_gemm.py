@@ -11,6 +11,7 @@ from oracle import TOLERANCE, layer, make_params, make_tokens, relative_error
 from triton_layers import DEVICE
 
 from moe_core.activation import RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
+from moe_core.errors import SpecError
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.panels import fill_panels
@@ -104,6 +105,15 @@ def test_weights_in_panels(spec: ActivationSpec, panel: int, own_rows: bool, til
         on_device[:1], ids[:1].to(DEVICE), router[:1]
     )
     assert relative_error(token.cpu(), layer(hidden[:1], ids[:1], weights[:1], params, spec)) < 2**-8
+
+
+@pytest.mark.error_path
+def test_a_tile_whose_steps_are_no_panels_is_refused() -> None:
+    weight = GroupedWeight(data=torch.zeros(2, 1, 2, 16, 32, dtype=torch.bfloat16, device=DEVICE))
+    rows = torch.zeros(4, 64, dtype=torch.bfloat16, device=DEVICE)
+    tiles = group_tiles(torch.tensor([2, 2], dtype=torch.int32, device=DEVICE), 4, 16)
+    with pytest.raises(SpecError, match="a step has the columns of a panel, 32; make k that many"):
+        GroupedGemm(weight)(rows, tiles, rows.new_empty(4, 16), Tile(16, 16, 64))
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ from wrong_results import (
     announcing,
     by_one_hot_rows,
     combine_flat_rows,
+    in_inference_mode,
     transposed,
     up_to_512,
+    with_grad_mode,
     with_gradient,
     with_workspace,
     without_answer,
@@ -257,6 +259,7 @@ FAKES = {
         "output_form", "the output [7, 64] has strides [1, 7]", _format("standard", standard=transposed)
     ),
     "trained_output": Fake("output_form", "the output requires grad", _format("standard", standard=with_gradient)),
+    "locked_output": Fake("output_form", "made in inference mode", _format("standard", standard=in_inference_mode)),
     "gives_nothing": Fake("answer", "a forward gives NoneType", _format("standard", standard=without_answer)),
     "minus_one_is_last": Fake(
         "missing_experts", "-1 is read as the last expert", _format("standard", standard=last_for_none)
@@ -308,6 +311,7 @@ FAKES = {
     "masks_in_place": Fake("inputs", "its inputs topk_weights", _format("standard", standard=masked_in_place)),
     "reuses_its_output": Fake("inputs", "a buffer that is used again", lambda: Parts(standard=OneBuffer().standard)),
     "seeds_torch": Fake("process_state", "get_rng_state", _format("standard", bind=seeding)),
+    "turns_gradients_on": Fake("process_state", "is_grad_enabled()", _format("standard", standard=with_grad_mode)),
     "prints_in_a_forward": Fake(
         "process_state", "stdout, by 'one more forward", _format("standard", standard=announcing)
     ),

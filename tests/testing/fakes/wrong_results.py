@@ -19,6 +19,16 @@ def with_gradient(tokens: Any, row: Any) -> Tensor:
     return (toy.standard(tokens, row).float() * torch.ones(1, requires_grad=True)).bfloat16()
 
 
+def in_inference_mode(tokens: Any, row: Any) -> Tensor:
+    with torch.inference_mode():
+        return toy.standard(tokens, row).clone()
+
+
+def with_grad_mode(tokens: Any, row: Any) -> Tensor:
+    torch.set_grad_enabled(True)
+    return toy.standard(tokens, row)
+
+
 def without_answer(tokens: Any, row: Any) -> None:
     toy.standard(tokens, row)
 
