@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import attrs
@@ -22,6 +23,8 @@ from moe_core.planner import make_plan
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_core.backends.triton.tiles import MEASURED_IN_PANELS
+from moe_core.backends.triton.weights import Projection
+from moe_core.kernels.triton.gemm import GroupedGemm
 
 LAYER = LayerRequest(
     num_experts=3,
@@ -119,3 +122,32 @@ def test_what_does_not_fit(fields: dict[str, Any], why: str) -> None:
     request = attrs.evolve(LAYER, bias=False, **fields)
     with pytest.raises(ResolutionError, match=why):
         make_plan(both_manager(), request, load_environment("h100"), MeasurementTable())
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_tensor_static"])
+def test_what_is_read_in_front_is_kept_until_the_second_projection_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One that waits for its own rows writes while they are read, and must not get their memory.
+    request = attrs.evolve(LAYER, quant=QUANTS[name], bias=False)
+    tensors, _ = random_quantized(request)
+    read: list[weakref.ref[torch.Tensor]] = []
+    awaited: list[int] = []
+    rounded, multiply = Projection.rounded, GroupedGemm.__call__
+
+    def recorded(self: Projection, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = rounded(self, rows, *args, **kwargs)
+        read.extend(map(weakref.ref, (rows, *found)))
+        return found
+
+    def looked_at(self: GroupedGemm, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("awaited"):
+            awaited.append(kwargs["awaited"])
+            assert len(read) == 6
+            assert all(reference() is not None for reference in read)
+        return multiply(self, *args, **kwargs)
+
+    monkeypatch.setattr(Projection, "rounded", recorded)
+    monkeypatch.setattr(GroupedGemm, "__call__", looked_at)
+    output(triton_layer(request, tensors), random_tokens(request, 5))
+    assert awaited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -109,6 +109,23 @@ def _without_gradients(function: Callable[[Tensor], Tensor] | None) -> Callable[
     return None if function is None else torch.no_grad()(function)
 
 
+class _Inside(NamedTuple):
+    """The first projection's result, as the second one reads it.
+
+    Attributes:
+        rows: `[R, I]`, floats or codes.
+        scale: fp32 `[R, groups]` of codes, None for floats.
+        awaited: Programs that have counted themselves in a tile before it is multiplied; 0 to wait for their launch.
+        in_use: What launches read that may still run when the second one begins to write: were it given back before
+            room for its result is taken, that might be the same memory.
+    """
+
+    rows: Tensor
+    scale: Tensor | None
+    awaited: int
+    in_use: tuple[Tensor | None, ...]
+
+
 @attrs.define(eq=False, kw_only=True)
 class TritonExperts:
     """Everything about the local experts that does not change between calls.
@@ -210,10 +227,8 @@ class TritonExperts:
             inside = self._first(hidden_states, slots.tiles, pair, slots)
         return self._second(inside, slots.tiles, pair)
 
-    def _first(
-        self, rows: Tensor, tiles: RowTiles, pair: TilePair, slots: SortedSlots | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """First projection and activation, as the second one reads them; with `slots`, of `rows` that are tokens."""
+    def _first(self, rows: Tensor, tiles: RowTiles, pair: TilePair, slots: SortedSlots | None = None) -> _Inside:
+        """First projection and activation; with `slots`, of `rows` that are tokens."""
         num_rows, tile = rows.shape[0] if slots is None else slots.order.shape[0], pair[0]
         # Tokens are rounded once each, rows where they are. Sorting, which may still run, does not write tokens.
         operand, scale = self.w13.rounded(
@@ -223,13 +238,16 @@ class TritonExperts:
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
         inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else self.dtype)
         inside_scale = self.w2.new_scale(inside) if rounds else None
-        awaited, _ = self._awaited(pair)
-        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=awaited > 0, **gather)
+        before_rounding, awaited = self._awaited(pair)
+        counts = before_rounding > 0
+        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=counts, **gather)
+        in_use = operand, scale, inside
         if rounds:
-            return inside, inside_scale
+            return _Inside(inside, inside_scale, awaited, in_use)
         if self.module is not None:
             inside = self.module(inside)
-        return self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=awaited)
+        rounded = self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=before_rounding)
+        return _Inside(*rounded, awaited, in_use)
 
     def _awaited(self, pair: TilePair) -> tuple[int, int]:
         """Programs that have counted themselves in a tile before its rows are rounded, and before they are multiplied.
@@ -243,9 +261,9 @@ class TritonExperts:
         own_launch = 0 if self.first.rounds(first) else self.w2.programs_per_tile(first.m, self.first.width)
         return programs, programs + own_launch
 
-    def _second(self, inside: tuple[Tensor, Tensor | None], tiles: RowTiles, pair: TilePair) -> Tensor:
+    def _second(self, inside: _Inside, tiles: RowTiles, pair: TilePair) -> Tensor:
         """Second projection and what follows it, `[R, H]`."""
-        rows, scale = inside
+        rows = inside.rows
         out = rows.new_empty((rows.shape[0], self.second.width), dtype=self.row_dtype)
-        self.second(rows, tiles, out, pair[1], row_scale=scale, awaited=self._awaited(pair)[1])
+        self.second(rows, tiles, out, pair[1], row_scale=inside.scale, awaited=inside.awaited)
         return out if self.post_norm is None else self.post_norm(out)

@@ -63,6 +63,7 @@ class GroupedGemm:
         gated = activation is not None and activation.gated
         self._halves = 2 if gated else 1
         self.width = weight.num_rows // self._halves
+        self._num_inputs = weight.num_inputs
         # Rows of a layer without a gate are in the order of its outputs as well.
         self._interleaved = activation is None or not activation.gated or activation.row_order == "interleaved"
         self._scales = weight.scale, weight.zero_point, weight.row_scale
@@ -134,7 +135,7 @@ class GroupedGemm:
                 order,
                 tiles.table,
                 self.width,
-                weight.num_inputs,
+                self._num_inputs,
                 num_tiles,
                 top_k,
                 *row_strides[:3],
@@ -166,7 +167,7 @@ class GroupedGemm:
             "TMA": tile.tma,
             "PERSISTENT": tile.resident > 0,
             "TURN": _ROW_TILES_PER_TURN,
-            "EVEN_K": weight.num_inputs % tile.k == 0,
+            "EVEN_K": self._num_inputs % tile.k == 0,
             "INTERLEAVED": self._interleaved,
             "PACKING": weight.packing,
             "SCALING": scaling,
