@@ -151,3 +151,22 @@ def test_what_is_read_in_front_is_kept_until_the_second_projection_is_launched(
     monkeypatch.setattr(GroupedGemm, "__call__", looked_at)
     output(triton_layer(request, tensors), random_tokens(request, 5))
     assert awaited
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiler_that_plans_memory_gets_no_launch_that_overtakes(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, tokens, multiply = _params(LAYER), make_tokens(5, 128, 3, 2, torch.bfloat16), GroupedGemm.__call__
+    awaited: list[int] = []
+
+    def recorded(self: GroupedGemm, *args: Any, **kwargs: Any) -> torch.Tensor:
+        awaited.append(kwargs.get("awaited", 0))
+        return multiply(self, *args, **kwargs)
+
+    monkeypatch.setattr(GroupedGemm, "__call__", recorded)
+    layer = triton_layer(LAYER, {name: params[name] for name in ("w13", "b13", "w2", "b2")})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    got = output(layer, tokens)
+    assert (max(awaited) > 0) is not compiled
+    assert relative_error(got, exact_layer(*tokens, params, SWIGLU)) < TOLERANCE[torch.bfloat16]

@@ -255,7 +255,8 @@ class TritonExperts:
         Both are 0 where launches wait for the end of the one in front of them.
         """
         first, second = pair
-        if self.module is not None or not second.own_rows:
+        # A compiler plans memory as if launches ended one after the other (`_Inside.in_use`).
+        if self.module is not None or not second.own_rows or torch.compiler.is_compiling():
             return 0, 0
         programs = divided_up(self.first.width, first.n)
         own_launch = 0 if self.first.rounds(first) else self.w2.programs_per_tile(first.m, self.first.width)
