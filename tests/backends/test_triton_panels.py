@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -61,24 +62,25 @@ def test_8_bits_on_both_sides(name: str) -> None:
     assert relative_error(output(triton_layer(request, tensors), tokens), exact_quantized(tokens, meaning)) < 2.5e-2
 
 
-def _fewest_rows(operands: str) -> list[int]:
-    """The fewest rows per expert that each entry of the table is for."""
-    return [int(most) + 1 for most in (0, *list(MEASURED_IN_PANELS[operands])[:-1])]
+def _layers(operands: str) -> list[tuple[int, int]]:
+    """Experts, and tokens of one expert each, that between them get every entry of the table."""
+    bounds = pairwise((0, *MEASURED_IN_PANELS[operands]))
+    return [(16, 1) if most < 1 else (2, 2 * (int(less) + 1)) for less, most in bounds]
 
 
-@pytest.mark.parametrize("rows", _fewest_rows("half"))
-def test_every_tile(rows: int) -> None:
-    request = attrs.evolve(LAYER, num_experts=2, top_k=1)
-    params, tokens = _params(request), make_tokens(2 * rows, 128, 2, 1, torch.bfloat16)
+@pytest.mark.parametrize(("experts", "num_tokens"), _layers("half"))
+def test_every_tile(experts: int, num_tokens: int) -> None:
+    request = attrs.evolve(LAYER, num_experts=experts, top_k=1)
+    params, tokens = _params(request), make_tokens(num_tokens, 128, experts, 1, torch.bfloat16)
     layer = triton_layer(request, {name: params[name] for name in ("w13", "b13", "w2", "b2")})
     assert relative_error(output(layer, tokens), exact_layer(*tokens, params, SWIGLU)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("rows", _fewest_rows("byte"))
-def test_every_tile_of_8_bits(rows: int) -> None:
-    request = attrs.evolve(LAYER, num_experts=2, top_k=1, quant=QUANTS["fp8_block128"], bias=False)
+@pytest.mark.parametrize(("experts", "num_tokens"), _layers("byte"))
+def test_every_tile_of_8_bits(experts: int, num_tokens: int) -> None:
+    request = attrs.evolve(LAYER, num_experts=experts, top_k=1, quant=QUANTS["fp8_block128"], bias=False)
     tensors, meaning = random_quantized(request)
-    tokens = random_tokens(request, 2 * rows)
+    tokens = random_tokens(request, num_tokens)
     assert relative_error(output(triton_layer(request, tensors), tokens), exact_quantized(tokens, meaning)) < 2.5e-2
 
 
@@ -124,9 +126,10 @@ def test_what_does_not_fit(fields: dict[str, Any], why: str) -> None:
         make_plan(both_manager(), request, load_environment("h100"), MeasurementTable())
 
 
-@pytest.mark.parametrize("name", ["fp8_block128", "fp8_tensor_static"])
+# Both roundings are launches, or only that of tokens: each has rows, codes and scales.
+@pytest.mark.parametrize(("name", "num_tensors"), [("fp8_tensor_static", 6), ("fp8_block128", 3)])
 def test_what_is_read_in_front_is_kept_until_the_second_projection_is_launched(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, num_tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One that waits for its own rows writes while they are read, and must not get their memory.
     request = attrs.evolve(LAYER, quant=QUANTS[name], bias=False)
@@ -143,7 +146,7 @@ def test_what_is_read_in_front_is_kept_until_the_second_projection_is_launched(
     def looked_at(self: GroupedGemm, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("awaited"):
             awaited.append(kwargs["awaited"])
-            assert len(read) == 6
+            assert len(read) == num_tensors
             assert all(reference() is not None for reference in read)
         return multiply(self, *args, **kwargs)
 

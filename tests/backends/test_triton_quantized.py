@@ -16,7 +16,6 @@ from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_laye
 
 from moe_core import LayerRequest, RawWeights
 from moe_core.activation import SWIGLU, ActivationSpec
-from moe_core.backends.triton.tiles import MEASURED
 from moe_core.errors import WeightsError
 from moe_core.quant import (
     BF16,
@@ -105,14 +104,20 @@ def test_weighted_inputs_are_rounded_once(name: str, module: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "name"),
-    [*((rows, "w8a16_int8") for rows in MEASURED["H100"]["byte_weight"]), (24, "mxfp8_w8a16"), (48, "int8_groups")],
+    ("card", "rows", "name"),
+    [
+        *((*entry, "w8a16_int8") for entry in fewest_rows("byte_weight")),
+        *((*entry, "mxfp4_w4a16") for entry in fewest_rows("narrow")),
+        ("H200", 1, "w4a16_int4_g32"),
+        ("H100", 9, "mxfp8_w8a16"),
+        ("H200", 25, "int8_groups"),
+    ],
 )
-def test_every_tile_of_8_bit_weights_beside_floats(rows: float, name: str) -> None:
-    # An expert's share of the rows is as many as these tiles are for at most, or beyond all others.
+def test_every_tile_of_weights_beside_floats(card: str, rows: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_card(card, monkeypatch)
     request = _request(QUANTS[name], num_experts=2, top_k=1)
     tensors, meaning = random_quantized(request)
-    tokens = random_tokens(request, 2 * int(min(rows, 97)))
+    tokens = random_tokens(request, 2 * rows)
     assert relative_error(output(triton_layer(request, tensors), tokens), exact_quantized(tokens, meaning)) < TOLERANCE
 
 

@@ -85,13 +85,26 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
                 Tile(64, 128, 128, 4, 4, tma=True, tma_rows=True, resident=2),
             ),
         },
+        "byte_weight": {
+            8: (Tile(16, 64, 128, 4, 3, swap=True), Tile(16, 128, 64, 4, 4, swap=True, own_rows=True)),
+            24: (Tile(32, 32, 128, 4, 3, swap=True), Tile(32, 128, 64, 4, 3, swap=True, own_rows=True)),
+            48: (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
+        "narrow": {
+            8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 64, 4, 3, swap=True, own_rows=True)),
+            24: (Tile(32, 32, 64, 4, 4, swap=True), Tile(32, 64, 64, 4, 4, swap=True, own_rows=True)),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
     },
 }
 #: The same for weights in panels (H200, 2026-11-29). A step is a panel's columns, 128 bytes.
 MEASURED_IN_PANELS: dict[str, dict[float, TilePair]] = {
     "half": {
         2: (Tile(16, 32, 64, 4, 5, swap=True, tma=True), Tile(16, 128, 64, 4, 4, swap=True, tma=True, own_rows=True)),
-        8: (Tile(16, 64, 64, 4, 6, swap=True, tma=True), Tile(16, 128, 64, 4, 6, swap=True, tma=True, own_rows=True)),
+        8: (Tile(16, 128, 64, 4, 3, swap=True, tma=True), Tile(16, 256, 64, 4, 3, swap=True, tma=True, own_rows=True)),
         24: (Tile(32, 128, 64, 8, 2, swap=True, tma=True), Tile(32, 128, 64, 4, 5, swap=True, tma=True, own_rows=True)),
         48: (Tile(64, 128, 64, 8, 5, tma=True), Tile(64, 256, 64, 8, 5, tma=True, own_rows=True)),
         96: (Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True)),
@@ -102,8 +115,19 @@ MEASURED_IN_PANELS: dict[str, dict[float, TilePair]] = {
         ),
     },
     "byte": {
-        8: (Tile(16, 64, 128, 4, 3, swap=True, tma=True), Tile(16, 128, 128, 4, 3, swap=True, own_rows=True)),
-        24: (Tile(32, 64, 128, 4, 2, swap=True, tma=True), Tile(32, 128, 128, 4, 3, swap=True, tma=True)),
+        # The first GEMM's tiles have whole groups of a scale each, which spares a launch that rounds.
+        0.1: (
+            Tile(16, 128, 128, 4, 4, swap=True, tma=True),
+            Tile(16, 128, 128, 4, 3, swap=True, tma=True, own_rows=True),
+        ),
+        8: (
+            Tile(16, 128, 128, 4, 3, swap=True, tma=True),
+            Tile(16, 128, 128, 4, 3, swap=True, tma=True, own_rows=True),
+        ),
+        24: (
+            Tile(32, 128, 128, 4, 3, swap=True, tma=True),
+            Tile(32, 256, 128, 4, 3, swap=True, tma=True, own_rows=True),
+        ),
         96: (Tile(64, 64, 128, 4, 4, tma=True), Tile(64, 128, 128, 4, 3, tma=True, tma_rows=True)),
         math.inf: (
             Tile(64, 128, 128, 8, 4, tma=True),
@@ -111,7 +135,7 @@ MEASURED_IN_PANELS: dict[str, dict[float, TilePair]] = {
         ),
     },
 }
-#: The card whose tiles others get, and every card those for operands that were not measured on it.
+#: The card whose tiles others get.
 _USUAL = "H100"
 
 
@@ -120,7 +144,7 @@ def measured(operands: str, device_name: str, panels: bool = False) -> dict[floa
     if panels:
         return MEASURED_IN_PANELS[operands]
     card = next((card for card in MEASURED if card in device_name), _USUAL)
-    return MEASURED[card].get(operands, MEASURED[_USUAL][operands])
+    return MEASURED[card][operands]
 
 
 #: One token: tiles of both projections (H100, 2026-11-28).

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_core.kernels.triton.interpreter import as_operand, narrow
+from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
 from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
@@ -162,29 +162,35 @@ def _int4s(words, zero, scale, CODES: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_pair(words, AT: tl.constexpr, scale):
+def _e2m1_pair(words, AT: tl.constexpr, scale, DTYPE: tl.constexpr):
     """Codes of four bits from bits `AT` and `AT + 16` on -> two of 0, 0.5, 1, 1.5, 2, 3, 4, 6, signed by their bit 3.
 
-    Sign, exponent and fraction are put where bf16 has its own; the biases differ by 126.
+    Sign, exponent and fraction are put where bf16 has its own; the biases differ by 126. Both are multiplied by `scale`
+    in `DTYPE`, bf16 or fp32.
     """
     # As int32, -0x7FFF8000 is 0x80008000, the sign bits, and -0x10000 is 0xFFFF0000; the factor is 2**126.
     signs = words << (12 - AT)
     bits = (signs & -0x7FFF8000) | ((signs >> 6) & 0x01C001C0)
-    low = (bits << 16).to(tl.float32, bitcast=True)
-    high = (bits & -0x10000).to(tl.float32, bitcast=True)
+    if tl.bfloat16 == DTYPE:
+        # Neighbours in a word, which one instruction multiplies together.
+        low = (bits & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        low = (bits << 16).to(tl.float32, bitcast=True)
+        high = (bits & -0x10000).to(tl.float32, bitcast=True)
     return low * 8.507059173023462e37 * scale, high * 8.507059173023462e37 * scale
 
 
 @triton.jit
-def _e2m1s(words, scale, CODES: tl.constexpr):
+def _e2m1s(words, scale, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """`[..., n]` words of two or eight codes -> `[..., n, 2]` or `[..., n, 2, 2, 2]`."""
-    first, fifth = _e2m1_pair(words, 0, scale)
-    second, sixth = _e2m1_pair(words, 4, scale)
+    first, fifth = _e2m1_pair(words, 0, scale, DTYPE)
+    second, sixth = _e2m1_pair(words, 4, scale, DTYPE)
     if CODES == 2:
         values = tl.join(first, second)
     else:
-        third, seventh = _e2m1_pair(words, 8, scale)
-        fourth, eighth = _e2m1_pair(words, 12, scale)
+        third, seventh = _e2m1_pair(words, 8, scale, DTYPE)
+        fourth, eighth = _e2m1_pair(words, 12, scale, DTYPE)
         values = _woven(first, second, third, fourth, fifth, sixth, seventh, eighth)
     return values
 
@@ -202,6 +208,15 @@ def _scale_values(raw):
         exponent = raw.to(tl.int32)
         return tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     return raw.to(tl.float32)
+
+
+@triton.jit
+def _floats(codes):
+    """Codes of 8 bits in fp32; to convert an integer takes as long as eight sums."""
+    if tl.int8 == codes.dtype:
+        # The last bits of 1.5 * 2**23.
+        return (codes.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    return codes.to(tl.float32)
 
 
 @triton.jit
@@ -246,9 +261,17 @@ def load_weight_only(
     if PACKING == "int4":
         values = _int4s(raw.to(tl.int32), offset + 8.0, factor, CODES)
     elif PACKING == "e2m1":
-        values = _e2m1s(raw.to(tl.int32), factor, CODES)
+        # Products with such scales have so few bits that bf16 rounds once, as fp32 would before it.
+        SHORT: tl.constexpr = (
+            scale is None or scale.dtype == tl.uint8 or scale.dtype == tl.float8e4nv or scale.dtype == tl.bfloat16
+        )
+        # The interpreter cannot multiply bf16.
+        MULTIPLIED: tl.constexpr = tl.bfloat16 if SHORT and tl.bfloat16 == DTYPE and not INTERPRETED else tl.float32
+        if scale is not None:
+            factor = factor.to(MULTIPLIED)
+        values = _e2m1s(raw.to(tl.int32), factor, CODES, MULTIPLIED)
     else:
-        values = (raw.to(tl.float32) - offset) * factor
+        values = (_floats(raw) - offset) * factor
     values = tl.reshape(values, (values.shape[0], BK))
     if not EVEN_K:
         values = tl.where(columns[None, :] < num_inputs, values, 0.0)
