@@ -1,4 +1,7 @@
-"""What the core itself costs: importing it, resolving a model, the layer around its bound functions, and loading.
+"""What the core itself costs: importing it, its commands, resolving, the layer around its bound functions, and loading.
+
+Imports, commands and plans are counted in CPU time, the smallest of several runs: other work on the machine makes them
+longer, nothing makes them shorter.
 
 Run: python benchmarks/core.py        (no accelerator needed)
 """
@@ -7,7 +10,6 @@ from __future__ import annotations
 
 import platform
 import resource
-import statistics
 import subprocess
 import sys
 import threading
@@ -23,17 +25,33 @@ from moe_core.quant import BF16, FP8_BLOCK128, LayerQuant
 from moe_core.tuning.timing import measure, prepare, take_turns
 
 
-def import_seconds(module: str, repeats: int = 5) -> float:
-    """Median time of an import in a fresh interpreter, without the interpreter's own start."""
-    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+def import_milliseconds(module: str, repeats: int = 9) -> float:
+    """CPU time of an import in a fresh interpreter, without the interpreter's own start."""
+    code = f"import time; t = time.process_time(); import {module}; print((time.process_time() - t) * 1e3)"
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(repeats)
     ]
-    return statistics.median(float(run.stdout) for run in runs)
+    return min(float(run.stdout) for run in runs)
 
 
-def resolve_milliseconds(distinct: bool, quant: LayerQuant, num_layers: int = 61, repeats: int = 9) -> float:
-    """Median time to plan every layer of a 256-expert model; distinct layers differ in one size."""
+def command_milliseconds(*words: str, repeats: int = 5) -> float:
+    """CPU time of a command as a whole process."""
+    code = "from moe_core.cli.app import main; main()"
+    took = []
+    for _ in range(repeats):
+        before = _seconds_of_children()
+        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True)
+        took.append(_seconds_of_children() - before)
+    return min(took) * 1e3
+
+
+def _seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def plan_milliseconds(distinct: bool, quant: LayerQuant, num_layers: int = 61, repeats: int = 15) -> float:
+    """CPU time to plan every layer of a 256-expert model; distinct layers differ in one size."""
     manager, environment = default_manager(), load_environment("h100")
     requests = {
         f"layers.{index}": LayerRequest(
@@ -45,7 +63,8 @@ def resolve_milliseconds(distinct: bool, quant: LayerQuant, num_layers: int = 61
         )
         for index in range(num_layers)
     }
-    return measure([lambda: plan_layers(manager, requests, environment)], "cpu", repeats=repeats).microseconds / 1e3
+    timing = measure([lambda: plan_layers(manager, requests, environment)], "cpu", repeats=repeats, clock="cpu")
+    return timing.smallest / 1e3
 
 
 def overhead_microseconds(repeats: int = 25, calls: int = 400) -> tuple[float, float]:
@@ -134,10 +153,12 @@ def main() -> None:
     torch.set_num_threads(1)
     caption = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread"
     table = Table("what", "figure", "target", title="What the core costs", caption=caption)
-    ours, torch_s = import_seconds("moe_core"), import_seconds("torch")
-    table.add_row("import moe_core / import torch", f"{ours * 1e3:.1f} ms / {torch_s * 1e3:.0f} ms", "under a tenth")
+    ours, torchs = import_milliseconds("moe_core"), import_milliseconds("torch")
+    table.add_row("import moe_core / import torch", f"{ours:.1f} / {torchs:.0f} ms", "under a tenth")
+    for words in ("list-backends", "resolve", "resolve --environment h100"):
+        table.add_row(f"moe-core {words}", f"{command_milliseconds(*words.split()):.0f} ms", "-")
     for distinct, what in ((False, "plan 61 equal layers, 256 experts"), (True, "plan 61 distinct layers")):
-        bf16, fp8 = (resolve_milliseconds(distinct, LayerQuant.of(scheme)) for scheme in (BF16, FP8_BLOCK128))
+        bf16, fp8 = (plan_milliseconds(distinct, LayerQuant.of(scheme)) for scheme in (BF16, FP8_BLOCK128))
         table.add_row(f"{what}: bf16 / fp8", f"{bf16:.1f} / {fp8:.1f} ms", "under 50 ms")
     through_layer, by_hand = overhead_microseconds()
     figure = f"{through_layer - by_hand:.1f} us ({through_layer:.1f} - {by_hand:.1f})"

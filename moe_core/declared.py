@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import attrs
 
 from moe_core.specs import DispatcherSpec, RunnerSpec
@@ -14,7 +16,7 @@ class DeclaredDispatcher:
     plugin: str
     spec: DispatcherSpec
 
-    @property
+    @functools.cached_property
     def full_name(self) -> str:
         """`plugin:name.mode`."""
         return f"{self.plugin}:{self.spec.short_name}"
@@ -27,7 +29,7 @@ class DeclaredRunner:
     plugin: str
     spec: RunnerSpec
 
-    @property
+    @functools.cached_property
     def full_name(self) -> str:
         """`plugin:name.kernel`."""
         return f"{self.plugin}:{self.spec.short_name}"
@@ -40,7 +42,7 @@ class Candidate:
     dispatcher: DeclaredDispatcher | None
     runner: DeclaredRunner
 
-    @property
+    @functools.cached_property
     def full_name(self) -> str:
         """`plugin:a2a.mode + plugin:runner.kernel`, or the fused runner's name."""
         return f"{self.dispatcher.full_name} + {self.runner.full_name}" if self.dispatcher else self.runner.full_name
@@ -55,7 +57,7 @@ class Candidate:
         """The a2a backend name of this candidate."""
         return self.dispatcher.spec.name if self.dispatcher else str(self.runner.spec.a2a)
 
-    @property
+    @functools.cached_property
     def declared_max_tokens(self) -> int | None:
         """Most tokens per rank that both declare, None if neither says."""
         parts = (self.dispatcher, self.runner) if self.dispatcher else (self.runner,)

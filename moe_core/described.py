@@ -29,9 +29,11 @@ def check_described(environment: Environment, plugins: Iterable[PluginSpec]) -> 
     where = f"environment {environment.source}, field"
     known = (*DEVICE_TYPES, *(device for plugin in plugins for device in plugin.device_types))
     _require_known(device, known, f"{where} 'device_type'")
+    if not arch or _is_cudas(environment):
+        return
     archs = _archs_named(plugins)
     named = archs.get(device, ())
-    if not arch or arch in named or _is_cudas(environment):
+    if arch in named:
         return
     is_cudas = _CUDA_ARCH.fullmatch(arch) is not None
     others = ["cuda"] * is_cudas + [other for other, of_other in archs.items() if arch in of_other]

@@ -51,7 +51,7 @@ def _are_named(instance: Any, attribute: attrs.Attribute[Any], value: tuple[Any,
 _NAMED = {"packages": "import name, version", "variables": "name, value", "programs": "name, path"}
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class Environment:
     """One machine, as far as backends care.
 

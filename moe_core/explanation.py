@@ -123,7 +123,7 @@ def _against(decision: Findings) -> list[str]:
 def stages(workload: WorkloadDecision) -> str:
     """How many are left after each stage: `17 of 45 specs fit alone; of their pairs 12 of 12`."""
     joined, unjoined = workload.joined, workload.num_unjoined
-    specs = f"{sum(not spec.reasons for spec in workload.specs)} of {counted(len(workload.specs), 'spec')} fit alone"
+    specs = f"{sum(not spec.is_refused for spec in workload.specs)} of {counted(len(workload.specs), 'spec')} fit alone"
     pairs = f"of their pairs {sum(not pair.reasons for pair in joined)} of {len(joined)}"
     return f"{specs}; {pairs}{f' ({unjoined} more differ in format)' if unjoined else ''}"
 

@@ -4,51 +4,68 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import attrs
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.environment import Environment
 from moe_core.errors import some_of
-from moe_core.findings import Reason
+from moe_core.findings import Reason, SpecReport
 from moe_core.quant import SCHEMES, LayerQuant
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
 from moe_core.vocabulary import ANY
 
+_Spec: TypeAlias = DispatcherSpec | RunnerSpec
+_Declared: TypeAlias = DeclaredDispatcher | DeclaredRunner
 #: Most schemes that a reason lists.
 _FEW_SCHEMES = 5
 #: What the schemes with names are for a layer.
 _KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
 
 
-def spec_reasons(
-    declared: DeclaredDispatcher | DeclaredRunner,
-    requirements: tuple[Requirement, ...],
-    request: LayerRequest,
-    workload: Workload,
-    environment: Environment,
-) -> tuple[Reason, ...]:
-    """Every reason against one spec alone; `requirements` are its plugin's."""
-    spec = declared.spec
-    reasons = [
-        *_excluded(declared, request),
-        *machine_reasons(spec, requirements, environment),
-        *_workload_reasons(spec, request, workload),
-        *_limit_reasons(spec, request, workload),
-        *_buffer_reasons(spec, request, workload, environment),
-    ]
+@attrs.frozen
+class Case:
+    """What specs are held against: a layer, one of its workloads, and a machine."""
+
+    request: LayerRequest
+    workload: Workload
+    environment: Environment
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int | None]:
+        """Those that declarations speak about."""
+        return self.request.sizes(self.workload)
+
+
+def report_spec(declared: _Declared, of_machine: tuple[Reason, ...], case: Case) -> SpecReport:
+    """One spec alone; `of_machine` are its `machine_reasons`.
+
+    Of most specs only whether any reason exists is ever asked, so the search for the others waits for who reads them.
+    """
+    is_refused = next(_spec_reasons(declared, of_machine, case), None) is not None
+    return SpecReport(declared, is_refused, functools.partial(_spec_reasons, declared, of_machine, case))
+
+
+def _spec_reasons(declared: _Declared, of_machine: tuple[Reason, ...], case: Case) -> Iterator[Reason]:
+    """Every reason against one spec alone."""
+    spec, request, workload = declared.spec, case.request, case.workload
+    yield from _excluded(declared, request)
+    yield from of_machine
+    yield from _workload_reasons(spec, request, workload)
+    yield from _limit_reasons(spec, case)
+    yield from _buffer_reasons(spec, case)
     if isinstance(spec, RunnerSpec):
-        reasons += _runner_reasons(spec, request)
+        yield from _runner_reasons(spec, request)
     else:
-        reasons += _dispatcher_reasons(spec, request, workload)
+        yield from _dispatcher_reasons(spec, request, workload)
     if isinstance(spec, DispatcherSpec) or spec.format == "fused":
-        reasons += _token_reasons(spec, request)
-    return tuple(reasons)
+        yield from _token_reasons(spec, request)
 
 
 def machine_reasons(
-    spec: DispatcherSpec | RunnerSpec,
+    spec: _Spec,
     requirements: tuple[Requirement, ...],
     environment: Environment,
 ) -> tuple[Reason, ...]:
@@ -89,7 +106,7 @@ def pin_reasons(candidate: Candidate, pins: Pins) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _excluded(declared: DeclaredDispatcher | DeclaredRunner, request: LayerRequest) -> Iterator[Reason]:
+def _excluded(declared: _Declared, request: LayerRequest) -> Iterator[Reason]:
     for name in request.exclude:
         if belongs_to(name, declared):
             yield Reason("excluded", "not to be excluded", f"exclude={name!r}", f"leave exclude={name!r} out")
@@ -117,30 +134,29 @@ def _program_reasons(requirement: Requirement, environment: Environment) -> Iter
             yield Reason("program", f"{program.name} for {requirement.module}", "none", program.install)
 
 
-def _device_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
+def _device_reasons(spec: _Spec, environment: Environment) -> Iterator[Reason]:
     if ANY not in spec.devices and environment.device_type not in spec.devices:
         yield Reason("device", " or ".join(spec.devices), environment.device_type)
     if spec.archs and environment.arch not in spec.archs:
         yield Reason("arch", " or ".join(spec.archs), environment.arch or "no device generation")
 
 
-def _setting_reasons(spec: DispatcherSpec | RunnerSpec, environment: Environment) -> Iterator[Reason]:
+def _setting_reasons(spec: _Spec, environment: Environment) -> Iterator[Reason]:
     for setting in spec.settings:
         if fault := setting.fault(dict(environment.variables)):
             yield Reason("variable", *fault, setting.hint)
 
 
-def _buffer_reasons(
-    spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload, environment: Environment
-) -> Iterator[Reason]:
+def _buffer_reasons(spec: _Spec, case: Case) -> Iterator[Reason]:
     for buffer_size in spec.buffer_sizes:
         # A workload that does not say how many tokens it has may bring what the spec takes.
+        workload = case.workload
         most = workload if workload.max_tokens else attrs.evolve(workload, max_tokens=spec.most_tokens)
-        if fault := buffer_size.fault(dict(environment.variables), request.sizes(most)):
+        if fault := buffer_size.fault(dict(case.environment.variables), case.request.sizes(most)):
             yield Reason("variable", *fault, buffer_size.hint)
 
 
-def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
+def _workload_reasons(spec: _Spec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
     if ANY not in spec.phases and workload.phase not in spec.phases:
         yield Reason("phase", " or ".join(spec.phases), workload.phase)
     if workload.graph_capture and not spec.graph_safe:
@@ -152,10 +168,9 @@ def _workload_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, 
         yield Reason("determinism", "bitwise repeatable results", "not declared deterministic")
 
 
-def _limit_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
-    sizes = request.sizes(workload)
+def _limit_reasons(spec: _Spec, case: Case) -> Iterator[Reason]:
     for limit in spec.limits:
-        size = sizes[limit.field]
+        size = case.sizes[limit.field]
         if size is not None and not limit.allows(size):
             yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint, limit.field)
 
@@ -170,11 +185,11 @@ def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest, workload: W
 
 
 @functools.lru_cache(maxsize=1024)
-def _scheme_reason(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> Reason | None:
+def _scheme_reason(runner: RunnerSpec, quant: LayerQuant) -> Reason | None:
     """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
-    if any(quant.matches(pattern) for pattern in patterns):
+    if any(quant.matches(pattern) for pattern in runner.schemes):
         return None
-    return Reason("scheme", _nearest(patterns, quant), str(quant))
+    return Reason("scheme", _nearest(runner.schemes, quant), str(quant))
 
 
 def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
@@ -189,7 +204,7 @@ def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
 
 def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
     quant = request.local_quant
-    if (reason := _scheme_reason(spec.schemes, quant)) is not None:
+    if (reason := _scheme_reason(spec, quant)) is not None:
         yield reason
     if request.deterministic and (quant.w13.scales_by_batch or quant.w2.scales_by_batch):
         yield Reason("determinism", "activation scales of single tokens", "one scale for all rows of a batch")
@@ -205,7 +220,7 @@ def _runner_reasons(spec: RunnerSpec, request: LayerRequest) -> Iterator[Reason]
         yield Reason("post-norm", "no norm after each expert", "a norm after each expert")
 
 
-def _token_reasons(spec: DispatcherSpec | RunnerSpec, request: LayerRequest) -> Iterator[Reason]:
+def _token_reasons(spec: _Spec, request: LayerRequest) -> Iterator[Reason]:
     # One rank alone has all tokens and its own share at the same time.
     if request.ep_size > 1 and request.token_placement not in spec.token_placements:
         hint = f"say token_placement={spec.token_placements[0]!r} if that is how tokens lie"

@@ -6,7 +6,9 @@ reasons appear only there, so that whoever fixes the listed reasons and resolves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import attrs
 
@@ -52,12 +54,37 @@ class PluginReport:
     error: str = ""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class SpecReport:
-    """One declared spec alone against request and environment."""
+    """One declared spec alone against request and environment.
+
+    Attributes:
+        declared: The spec.
+        is_refused: Whether anything is against it.
+    """
 
     declared: DeclaredDispatcher | DeclaredRunner
-    reasons: tuple[Reason, ...] = ()
+    is_refused: bool
+    _find_reasons: Callable[[], Iterable[Reason]]
+
+    @functools.cached_property
+    def reasons(self) -> tuple[Reason, ...]:
+        """All that is against it, found when it is first asked for."""
+        return tuple(self._find_reasons())
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same is against the same spec, however it is found."""
+        if not isinstance(other, SpecReport):
+            return NotImplemented
+        return (self.declared, self.reasons) == (other.declared, other.reasons)
+
+    def __hash__(self) -> int:
+        """As equality goes."""
+        return hash((self.declared, self.reasons))
+
+    def __repr__(self) -> str:
+        """With the reasons."""
+        return f"SpecReport(declared={self.declared!r}, reasons={self.reasons!r})"
 
 
 @attrs.frozen(kw_only=True)
@@ -86,6 +113,17 @@ class DtypeChoice:
     notes: tuple[str, ...] = ()
 
 
+class Place(NamedTuple):
+    """What a candidate is sorted by where no time counts, in this order; a time comes right after `preference`."""
+
+    preference: tuple[int, ...]
+    tier: int
+    permutes_alone: bool
+    waits: bool
+    permutes_few: bool
+    name: str
+
+
 @attrs.frozen(kw_only=True)
 class Ranked:
     """A feasible candidate in its place.
@@ -99,6 +137,7 @@ class Ranked:
         microseconds: Its time, None if none counted.
         provenance: Which measurement that is, "" if none counted.
         bounds: Microseconds between which its median surely lies, None if no time counted or they are not known.
+        place: What it is sorted by but for its time; follows from candidate and request.
     """
 
     candidate: Candidate
@@ -108,6 +147,7 @@ class Ranked:
     microseconds: float | None = None
     provenance: str = ""
     bounds: tuple[float, float] | None = None
+    place: Place = attrs.field(repr=False, eq=False)
 
     @property
     def short_because(self) -> str:

@@ -126,19 +126,6 @@ class MeasurementTable:
             return {}
         return self._rows_of.get((environment.arch or environment.device_type, shape_key(request)), {})
 
-    def lookup(
-        self, request: LayerRequest, environment: Environment, candidates: Iterable[Candidate], num_tokens: int | None
-    ) -> list[MeasuredTime | None]:
-        """For each candidate the row that speaks for a token count, or None where there is none.
-
-        Nearest means the measured token count closest by ratio. Counts outside the measured range have none, but for
-        those above a count that saturates the experts (`SATURATED_ROWS`).
-        """
-        rows = self.of_layer(request, environment) if num_tokens is not None else {}
-        if num_tokens is None or not rows:
-            return [None for _ in candidates]
-        return [_speaking(rows.get(candidate.full_name, ()), request, num_tokens) for candidate in candidates]
-
     def over(self, other: MeasurementTable) -> MeasurementTable:
         """These rows, and the other's of shapes that these leave out: times of two machines are never compared."""
         if not (self.rows or self.origins):
@@ -162,6 +149,22 @@ class MeasurementTable:
         return (*self.origins, f"this layer was not measured: {shape_key(request)}") if self.rows else self.origins
 
 
+def times_at(
+    rows: Mapping[str, Sequence[Measurement]],
+    request: LayerRequest,
+    candidates: Iterable[Candidate],
+    num_tokens: int | None,
+) -> list[MeasuredTime | None]:
+    """Of a layer's rows, as `of_layer` gives them, for each candidate the one that speaks for a token count, or None.
+
+    Nearest means the measured token count closest by ratio. Counts outside the measured range have none, but for those
+    above a count that saturates the experts (`SATURATED_ROWS`).
+    """
+    if num_tokens is None or not rows:
+        return [None for _ in candidates]
+    return [_speaking(rows.get(candidate.full_name, ()), request, num_tokens) for candidate in candidates]
+
+
 def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: int) -> MeasuredTime | None:
     counts = [row.num_tokens for row in rows]
     if not counts or num_tokens < min(counts):
@@ -173,7 +176,8 @@ def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: in
     def nearness(row: Measurement) -> tuple[float, int, float, str]:
         return abs(math.log(row.num_tokens / num_tokens)), -row.num_tokens, -row.microseconds, row.source
 
-    row = min(rows, key=nearness)
+    exact = [row for row in rows if row.num_tokens == num_tokens]
+    row = min(exact or rows, key=nearness)
     is_exact = row.num_tokens == num_tokens
     kind = f"exact, T={num_tokens}" if is_exact else f"nearest, T={row.num_tokens} for {num_tokens}"
     provenance = f"measured {row.microseconds:g} us ({kind}; {row.source})"

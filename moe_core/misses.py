@@ -143,11 +143,11 @@ def relevant(pins: Pins, decision: WorkloadDecision) -> WorkloadDecision:
 
     Those of what the pins name; of everything of a kind that is not pinned only where that is fine.
     """
-    rejected = [spec for spec in decision.specs if spec.reasons]
+    rejected = [spec for spec in decision.specs if spec.is_refused]
     # What passed stays: it tells that the name means something here.
     named = [spec for spec in decision.specs if _is_pinned(pins, spec.declared)]
     free = [spec for spec in rejected if _pin_of(pins, spec.declared) is None]
-    specs = tuple(named if any(spec.reasons for spec in named) else free)
+    specs = tuple(named if any(spec.is_refused for spec in named) else free)
     pinned = tuple(pair for pair in decision.pairs if all(reason.code != "pin" for reason in pair.reasons))
     joined = tuple(pair for pair in pinned if all(reason.code != "format" for reason in pair.reasons))
     # Half of what was pinned may be a fused runner, which goes with nothing.

@@ -14,12 +14,15 @@ def check_names(
     declared: Sequence[DeclaredDispatcher | DeclaredRunner], request: LayerRequest, reports: Sequence[PluginReport]
 ) -> None:
     """Raise `UnknownBackendError` for a pin, prefer or exclude that names nothing declared or discovered."""
+    a2a_pins = [request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)]
+    if not any((*a2a_pins, request.runner_backend, request.prefer, request.exclude)):
+        return
     dispatchers = [d for d in declared if isinstance(d, DeclaredDispatcher)]
     runners = [d for d in declared if isinstance(d, DeclaredRunner)]
     runner_names = _plugins((d.spec.name, d.plugin) for d in runners)
     fused = [(d.spec.a2a, d.plugin) for d in runners if d.spec.a2a]
     a2a_names = _plugins([*((d.spec.name, d.plugin) for d in dispatchers), *fused])
-    for pin in (request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)):
+    for pin in a2a_pins:
         if pin is not None and pin not in a2a_names and not any(answers_to(pin, d) for d in dispatchers):
             fits = _joins(dispatchers, runners, request.runner_backend)
             hint = f"{fits}{_failed_hint(reports)}".rstrip()

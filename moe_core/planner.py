@@ -86,12 +86,16 @@ def plan_layers(
     Raises:
         ResolutionError: As `make_plan`, with the layer's name in front; other errors carry it as a note.
     """
-    plans: dict[LayerRequest, MoEPlan] = {}
+    if measurements is None:
+        measurements = default_measurements(environment, manager.versions())
+    plans: dict[str, MoEPlan] = {}
+    of_request: dict[LayerRequest, MoEPlan] = {}
     for name, request in requests.items():
-        if request in plans:
+        if (known := of_request.get(request)) is not None:
+            plans[name] = known
             continue
         try:
-            plans[request], _, deviations = _plan(manager, request, environment, measurements)
+            plans[name], _, deviations = _plan(manager, request, environment, measurements)
         except ResolutionError as error:
             raise ResolutionError(f"layer {name}: {error}", error.decision) from error
         except MoeCoreError as error:
@@ -99,7 +103,8 @@ def plan_layers(
             raise
         for text in deviations:
             warnings.warn(f"layer {name}: {text}", PlanWarning, stacklevel=2)
-    return {name: plans[request] for name, request in requests.items()}
+        of_request[request] = plans[name]
+    return plans
 
 
 def _plan(

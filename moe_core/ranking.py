@@ -8,15 +8,13 @@ Registration and import order never count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from moe_core.declared import Candidate, belongs_to
-from moe_core.environment import Environment
-from moe_core.findings import DtypeChoice, Ranked
-from moe_core.measurements import MeasurementTable
+from moe_core.findings import DtypeChoice, Place, Ranked
+from moe_core.measurements import Measurement, times_at
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS
 
@@ -29,67 +27,76 @@ _UNMET = 2
 _FEW_TOKENS = ("decode", "verify")
 
 
-class _Place(NamedTuple):
-    """What a candidate is sorted by, in this order."""
-
-    preference: tuple[int, ...]
-    microseconds: float
-    tier: int
-    permutes_alone: bool
-    waits: bool
-    permutes_few: bool
-    name: str
-
-
 def rank(
     feasible: Sequence[tuple[Candidate, DtypeChoice]],
     request: LayerRequest,
     phase: str,
     num_tokens: int | None,
-    environment: Environment,
-    measurements: MeasurementTable,
+    rows: Mapping[str, Sequence[Measurement]],
 ) -> tuple[Ranked, ...]:
     """Best first; each with the criterion that set it apart from the next one.
 
-    `phase` is the workload's. `num_tokens` is the count for which measured times are looked up, None for an order
-    without them. They rank only if the candidate that the tiers would choose was measured too: a slow kernel that
-    happens to have been timed must not win over a faster one that was not.
+    `phase` is the workload's; `num_tokens` and `rows` are those of `rank_again`.
     """
-    by_tier = sorted(((_place(c, request, phase), c, dtype) for c, dtype in feasible), key=lambda entry: entry[0])
-    found = measurements.lookup(request, environment, [candidate for _, candidate, _ in by_tier], num_tokens)
-    usual = found[0] if found else None
-    found = [time if time and usual and time.is_comparable(usual) else None for time in found]
-    timed = [
-        (place._replace(microseconds=time.microseconds), candidate, dtype, time)
-        if time
-        else (place, candidate, dtype, None)
-        for (place, candidate, dtype), time in zip(by_tier, found, strict=True)
-    ]
-    ordered = sorted(timed, key=lambda entry: entry[0])
-    ranked = (
+    entries = [
         Ranked(
             candidate=candidate,
             because="",
             dtype=dtype,
             preferred=_preferred(candidate, request),
+            place=_place(candidate, request, phase),
+        )
+        for candidate, dtype in feasible
+    ]
+    return rank_again(entries, request, num_tokens, rows)
+
+
+def rank_again(
+    entries: Iterable[Ranked], request: LayerRequest, num_tokens: int | None, rows: Mapping[str, Sequence[Measurement]]
+) -> tuple[Ranked, ...]:
+    """The same candidates in the order for a token count, None for an order without times.
+
+    `rows` are what was measured of the layer. Its times rank only if the candidate that the tiers would choose was
+    measured too: a slow kernel that happens to have been timed must not win over a faster one that was not.
+    """
+    usual_first = by_place(entries)
+    found = times_at(rows, request, [entry.candidate for entry in usual_first], num_tokens)
+    usual = found[0] if found else None
+    found = [time if time and usual and time.is_comparable(usual) else None for time in found]
+    timed = [
+        (entry.place.preference, time.microseconds if time else math.inf, entry.place, entry, time)
+        for entry, time in zip(usual_first, found, strict=True)
+    ]
+    timed.sort(key=lambda each: each[:3])
+    order = [(place, microseconds) for _, microseconds, place, _, _ in timed]
+    return tuple(
+        Ranked(
+            candidate=entry.candidate,
+            because=_because(index, order, time.provenance if time else ""),
+            dtype=entry.dtype,
+            preferred=entry.preferred,
             microseconds=time.microseconds if time else None,
             provenance=time.provenance if time else "",
             bounds=time.bounds if time else None,
+            place=entry.place,
         )
-        for _, candidate, dtype, time in ordered
+        for index, (*_, entry, time) in enumerate(timed)
     )
-    return set_apart(tuple(ranked), request, phase)
 
 
-def set_apart(ranked: Sequence[Ranked], request: LayerRequest, phase: str) -> tuple[Ranked, ...]:
+def set_apart(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
     """The same order, each entry with what sets it apart from its neighbour here; for an order that lost entries."""
-    places = [
-        _place(entry.candidate, request, phase)._replace(microseconds=_infinite_if_none(entry.microseconds))
-        for entry in ranked
-    ]
+    order = [(entry.place, math.inf if entry.microseconds is None else entry.microseconds) for entry in ranked]
+    because = [_because(index, order, entry.provenance) for index, entry in enumerate(ranked)]
     return tuple(
-        attrs.evolve(entry, because=_because(index, places, entry.provenance)) for index, entry in enumerate(ranked)
+        entry if entry.because == why else attrs.evolve(entry, because=why)
+        for entry, why in zip(ranked, because, strict=True)
     )
+
+
+def by_place(entries: Iterable[Ranked]) -> list[Ranked]:
+    """The order if no time counted."""
+    return sorted(entries, key=lambda entry: entry.place)
 
 
 def pays(entry: Ranked, instead_of: Ranked) -> bool:
@@ -101,7 +108,7 @@ def pays(entry: Ranked, instead_of: Ranked) -> bool:
 
 
 def by_tier(candidates: Iterable[Candidate], request: LayerRequest, phase: str) -> list[Candidate]:
-    """The order if no time counts."""
+    """The order of candidates if no time counts."""
     return sorted(candidates, key=lambda candidate: _place(candidate, request, phase))
 
 
@@ -110,20 +117,16 @@ def is_users_order(ranked: Sequence[Ranked]) -> bool:
     return any(entry.because == "prefer" or entry.because.startswith(_MEASURED) for entry in ranked)
 
 
-def _place(candidate: Candidate, request: LayerRequest, phase: str) -> _Place:
+def _place(candidate: Candidate, request: LayerRequest, phase: str) -> Place:
     tier = -TIERS.index(candidate.runner.spec.tier)
     permutes, is_alone = candidate.runner.spec.format in ("contiguous", "masked"), request.ep_size == 1
     # One rank has no tokens to move: what neither permutes nor pads them does less. Of tokens of other ranks this
     # counts where they are few.
     permutes_few = permutes and not is_alone and phase in _FEW_TOKENS
-    parts = (candidate.runner, candidate.dispatcher)
-    waits = not all(part.spec.graph_safe for part in parts if part is not None)
+    dispatcher = candidate.dispatcher
+    waits = not (candidate.runner.spec.graph_safe and (dispatcher is None or dispatcher.spec.graph_safe))
     preference, name = _preference(candidate, request), candidate.full_name
-    return _Place(preference, math.inf, tier, permutes and is_alone, waits, permutes_few, name)
-
-
-def _infinite_if_none(microseconds: float | None) -> float:
-    return math.inf if microseconds is None else microseconds
+    return Place(preference, tier, permutes and is_alone, waits, permutes_few, name)
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
@@ -146,14 +149,16 @@ def _how_met(name: str, candidate: Candidate) -> int:
     return 1 if candidate.dispatcher is not None and belongs_to(name, candidate.dispatcher) else _UNMET
 
 
-def _because(index: int, places: list[_Place], provenance: str) -> str:
-    if len(places) == 1:
+def _because(index: int, order: list[tuple[Place, float]], provenance: str) -> str:
+    """What sets one apart in an order of places and microseconds."""
+    if len(order) == 1:
         return "only candidate"
     # The last candidate is described by what sets it apart from the one before.
-    place, neighbour = places[index], places[index + 1] if index + 1 < len(places) else places[index - 1]
+    (place, microseconds), other = order[index], order[index + 1] if index + 1 < len(order) else order[index - 1]
+    neighbour, neighbours_microseconds = other
     if place.preference != neighbour.preference:
         return "prefer" if min(place.preference) < _UNMET else "not preferred"
-    if place.microseconds != neighbour.microseconds:
+    if microseconds != neighbours_microseconds:
         return provenance or "not measured"
     if place.tier != neighbour.tier:
         return f"tier {TIERS[-place.tier]}"

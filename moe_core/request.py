@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import attrs
@@ -189,7 +190,7 @@ class LayerRequest:
         """I of one tensor-parallel rank; where I does not divide, the last ranks' rows are padded with zeros."""
         return -(-self.intermediate_size // self.tp_size)
 
-    @property
+    @functools.cached_property
     def local_quant(self) -> LayerQuant:
         """`quant` as one rank holds it: what runners are matched with, and what weights are checked against."""
         halves = 2 if self.activation.gated else 1

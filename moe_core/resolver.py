@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import attrs
 
@@ -14,19 +16,21 @@ from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
 from moe_core.described import check_described
 from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError, counted
-from moe_core.feasibility import pair_reasons, pin_reasons, spec_reasons
-from moe_core.findings import DtypeChoice, PairReport, PluginReport, Reason, SpecReport, WorkloadDecision
+from moe_core.feasibility import Case, machine_reasons, pair_reasons, pin_reasons, report_spec
+from moe_core.findings import DtypeChoice, PairReport, PluginReport, Reason, WorkloadDecision
 from moe_core.measurements import MeasurementTable
 from moe_core.misses import Misses, relevant
 from moe_core.names import check_names
 from moe_core.ranking import rank
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.sharing import in_step
-from moe_core.specs import PluginSpec, Requirement
+from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.stand_ins import notes_with
 from moe_core.token_ranges import lanes_of, ranges_of
 
 _Declared = DeclaredDispatcher | DeclaredRunner
+#: A spec, and what is against it on a machine whatever the layer.
+_OnMachine: TypeAlias = tuple[_Declared, tuple[Reason, ...]]
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
 _DROPPED_FIRST = ("dispatch_dtype", "runner", "a2a")
 #: Most reasons that a fallback names; the decision has all.
@@ -59,7 +63,7 @@ def resolve(
     """
     plugins = tuple(plugins)
     check_described(environment, plugins)
-    declared = _declared(plugins)
+    declared = _on_machine(plugins, environment)
     check_names([d for d, _ in declared], request, reports)
     table = measurements or MeasurementTable()
     workloads = [_decide(declared, request, workload, environment, table) for workload in request.workloads]
@@ -101,41 +105,48 @@ def _in_ranges(
         return workloads, reason
     rest = iter(narrowed)
     groups = (list(itertools.islice(rest, len(group))) for group in lanes)
-    return [part for group in groups for part in ranges_of(group, request)], None
+    return [part for group in groups for part in ranges_of(group)], None
 
 
-def _declared(plugins: Iterable[PluginSpec]) -> list[tuple[_Declared, tuple[Requirement, ...]]]:
-    found: list[tuple[_Declared, tuple[Requirement, ...]]] = []
+# What layers share is found once for all of them: every layer of a model is resolved by itself.
+@functools.lru_cache(maxsize=16)
+def _on_machine(plugins: tuple[PluginSpec, ...], environment: Environment) -> tuple[_OnMachine, ...]:
+    """All specs by plugin and name, each with what is against it on this machine."""
     ordered = sorted(plugins, key=lambda plugin: plugin.name)
     for plugin, following in itertools.pairwise(ordered):
         if following.name == plugin.name:
             raise PluginConflictError(f"two declarations are called {plugin.name!r}; neither may win: rename one")
+    found: list[_OnMachine] = []
     for plugin in ordered:
-        for dispatcher in sorted(plugin.dispatchers, key=lambda spec: spec.short_name):
-            found.append((DeclaredDispatcher(plugin.name, dispatcher), plugin.requirements))
-        for runner in sorted(plugin.runners, key=lambda spec: spec.short_name):
-            found.append((DeclaredRunner(plugin.name, runner), plugin.requirements))
-    return found
+        declared: list[_Declared] = [
+            *(DeclaredDispatcher(plugin.name, spec) for spec in sorted(plugin.dispatchers, key=_short_name)),
+            *(DeclaredRunner(plugin.name, spec) for spec in sorted(plugin.runners, key=_short_name)),
+        ]
+        found += [(each, machine_reasons(each.spec, plugin.requirements, environment)) for each in declared]
+    return tuple(found)
+
+
+def _short_name(spec: DispatcherSpec | RunnerSpec) -> str:
+    return spec.short_name
 
 
 def _decide(
-    declared: list[tuple[_Declared, tuple[Requirement, ...]]],
+    declared: Sequence[_OnMachine],
     request: LayerRequest,
     workload: Workload,
     environment: Environment,
     measurements: MeasurementTable,
 ) -> WorkloadDecision:
     """Both stages of one workload; with fewer pins where a fallback is allowed and nothing fits with all of them."""
-    specs = tuple(
-        SpecReport(declared=d, reasons=spec_reasons(d, requirements, request, workload, environment))
-        for d, requirements in declared
-    )
-    candidates = _candidates([report.declared for report in specs if not report.reasons])
+    case = Case(request, workload, environment)
+    specs = tuple(report_spec(each, of_machine, case) for each, of_machine in declared)
+    rows = measurements.of_layer(request, environment)
+    candidates = _candidates([report.declared for report in specs if not report.is_refused])
 
     def with_pins(pins: Pins) -> WorkloadDecision:
         pairs = [_report_pair(candidate, request, environment, pins) for candidate in candidates]
         feasible = [(report.candidate, dtype) for report, dtype in pairs if dtype is not None]
-        ranked = rank(feasible, request, workload.phase, workload.max_tokens, environment, measurements)
+        ranked = rank(feasible, request, workload.phase, workload.max_tokens, rows)
         reports = tuple(report for report, _ in pairs)
         return WorkloadDecision(workload=workload, specs=specs, pairs=reports, ranked=ranked)
 

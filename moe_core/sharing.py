@@ -9,7 +9,7 @@ from functools import partial
 import attrs
 
 from moe_core.findings import Ranked, Reason, WorkloadDecision
-from moe_core.ranking import WORTH_A_RANGE, by_tier, pays, set_apart
+from moe_core.ranking import WORTH_A_RANGE, by_place, pays, set_apart
 from moe_core.request import LayerRequest
 
 _SERVES = "serves all workloads"
@@ -59,12 +59,15 @@ def _share(
     # What has no time where others have one is infinitely slow.
     gain = math.inf if math.isinf(slowdown) else math.exp(slowdown) - 1
     best = fastest if gain > WORTH_A_RANGE else usual
-    kept = [[entry for entry in decision.ranked if trait(entry) == best] for decision in workloads]
     because = _because(usual, fastest, gain, sum(map(bool, costs)))
     # One workload whose first is kept at every count has given nothing up.
-    is_news = len(request.workloads) > 1 or any(d.ranked[0] not in k for d, k in zip(workloads, kept, strict=True))
-    only = partial(_only, shared=f"{code}: {best}", because=because, is_news=is_news, request=request)
-    return [only(decision, entries) for decision, entries in zip(workloads, kept, strict=True)], None
+    is_news = len(request.workloads) > 1 or any(trait(decision.ranked[0]) != best for decision in workloads)
+
+    def is_kept(entry: Ranked) -> bool:
+        return trait(entry) == best
+
+    only = partial(_only, is_kept, shared=f"{code}: {best}", because=because, is_news=is_news)
+    return [only(decision) for decision in workloads], None
 
 
 def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
@@ -81,10 +84,7 @@ def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
 
 def _without_times(decision: WorkloadDecision, request: LayerRequest) -> Sequence[Ranked]:
     """The order if no time counted; that of what the user prefers as it is."""
-    if request.prefer:
-        return decision.ranked
-    order = by_tier((entry.candidate for entry in decision.ranked), request, decision.phase)
-    return sorted(decision.ranked, key=lambda entry: order.index(entry.candidate))
+    return decision.ranked if request.prefer else by_place(decision.ranked)
 
 
 def _places(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[str, int]:
@@ -111,20 +111,19 @@ def _slowdown(entry: Ranked, other: Ranked) -> float:
 
 
 def _only(
+    is_kept: Callable[[Ranked], bool],
     decision: WorkloadDecision,
-    kept: Sequence[Ranked],
     *,
     shared: str,
     because: str,
     is_news: bool,
-    request: LayerRequest,
 ) -> WorkloadDecision:
     """The decision with the entries that have what is shared."""
-    if len(kept) == len(decision.ranked):
+    left_out = tuple(entry.candidate for entry in decision.ranked if not is_kept(entry))
+    if not left_out:
         return decision
-    left_out = tuple(entry.candidate for entry in decision.ranked if entry not in kept)
-    is_outranked = decision.ranked[0] not in kept
-    ranked = set_apart(kept, request, decision.phase)
+    is_outranked = not is_kept(decision.ranked[0])
+    ranked = set_apart([entry for entry in decision.ranked if is_kept(entry)])
     if not is_outranked:
         # It was first before, for the reason that it had then.
         ranked = (decision.ranked[0], *ranked[1:])

@@ -6,6 +6,7 @@ one described by hand, and for the conformance kit, which exercises exactly what
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import attrs
@@ -157,7 +158,7 @@ class _Part:
     deterministic: bool = attrs.field(default=False, validator=instance_of(bool))
     down_gemm_overlap: bool = attrs.field(default=False, validator=instance_of(bool))
 
-    @property
+    @functools.cached_property
     def most_tokens(self) -> int | None:
         """Most tokens per rank by its limits, None if they do not say."""
         bounds = [limit.value for limit in self.limits if (limit.field, limit.relation) == ("max_tokens", "<=")]
@@ -170,7 +171,7 @@ class _Part:
         return tuple(name for each in speaking for name in each.variables)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class DispatcherSpec(_Part):
     """Who moves tokens, in one mode.
 
@@ -233,7 +234,7 @@ class DispatcherSpec(_Part):
         return f"{self.name}.{self.mode}"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class RunnerSpec(_Part):
     """Who multiplies: one kernel on one format.
 
@@ -313,7 +314,7 @@ class DeviceGeneration:
     arch: str = attrs.field(validator=is_arch)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class PluginSpec:
     """What `declare_backends` returns.
 

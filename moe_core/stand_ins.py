@@ -21,6 +21,8 @@ def notes_with(decision: WorkloadDecision, chosen: Candidate) -> tuple[str, ...]
 
 def _note(decision: WorkloadDecision, runner: DeclaredRunner) -> str:
     """`acme:acme.plain stands in for acme.tiled: needs hidden_size multiple_of 32, found hidden_size 100`, or ""."""
+    if runner.spec.stands_in_for is None:
+        return ""
     usual = (runner.plugin, runner.spec.stands_in_for)
     runners = (report for report in decision.specs if isinstance(report.declared, DeclaredRunner))
     against = next((r.reasons for r in runners if (r.declared.plugin, r.declared.spec.short_name) == usual), ())

@@ -14,9 +14,9 @@ import attrs
 
 from moe_core.declared import Candidate
 from moe_core.environment import Environment
-from moe_core.findings import DtypeChoice, Ranked, WorkloadDecision
+from moe_core.findings import Ranked, WorkloadDecision
 from moe_core.measurements import COMPARABLE, MeasurementTable, is_saturated
-from moe_core.ranking import WORTH_A_RANGE, by_tier, pays, rank
+from moe_core.ranking import WORTH_A_RANGE, pays, rank_again
 from moe_core.request import LayerRequest
 
 
@@ -35,7 +35,7 @@ def lanes_of(
     counts = sorted({row.num_tokens for name in names for row in rows.get(name, ())})
     if not counts:
         return [decision]
-    lanes = []
+    lanes: list[WorkloadDecision] = []
     for first, last, asked in _steps(counts, decision, request):
         able = _able(decision, first, last)
         if not able:
@@ -45,7 +45,7 @@ def lanes_of(
             attrs.evolve(
                 decision,
                 workload=attrs.evolve(decision.workload, max_tokens=last),
-                ranked=rank(able, request, decision.phase, asked, environment, measurements),
+                ranked=rank_again(able, request, asked, rows),
                 min_tokens=first,
                 notes=(*decision.notes, *(_gap(counts, first) if first > decision.min_tokens else ())),
             )
@@ -97,10 +97,10 @@ def _gap(counts: list[int], first: int) -> Iterator[str]:
         yield f"{first} tokens are the middle by ratio of T={before[-1]} and {after[0]}; none between was measured"
 
 
-def _able(decision: WorkloadDecision, first: int, last: int | None) -> list[tuple[Candidate, DtypeChoice]]:
+def _able(decision: WorkloadDecision, first: int, last: int | None) -> list[Ranked]:
     """What takes every token count of a lane; where nothing does, what takes the first."""
     for count in (last, first):
-        able = [(entry.candidate, entry.dtype) for entry in decision.ranked if _takes(entry, count)]
+        able = [entry for entry in decision.ranked if _takes(entry, count)]
         if able:
             return able
     return []
@@ -112,12 +112,12 @@ def _takes(entry: Ranked, num_tokens: int | None) -> bool:
     return limit is None or (num_tokens is not None and num_tokens <= limit)
 
 
-def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[WorkloadDecision]:
+def ranges_of(lanes: list[WorkloadDecision]) -> list[WorkloadDecision]:
     """Neighbouring lanes with one winner joined; the winner stands first, and a note tells why a range begins."""
     ranges: list[WorkloadDecision] = []
     for lane in lanes:
         before = ranges[-1].ranked[0] if ranges else None
-        usual = before.candidate if before else _usual(lane, request)
+        usual = before.candidate if before else min(lane.ranked, key=lambda entry: entry.place).candidate
         chosen = _chosen(lane, usual)
         lane = _with_first(lane, chosen)
         if before is None:
@@ -130,10 +130,6 @@ def ranges_of(lanes: list[WorkloadDecision], request: LayerRequest) -> list[Work
         else:
             ranges.append(attrs.evolve(lane, notes=(*lane.notes, _why(lane, before))))
     return ranges
-
-
-def _usual(lane: WorkloadDecision, request: LayerRequest) -> Candidate:
-    return by_tier((entry.candidate for entry in lane.ranked), request, lane.phase)[0]
 
 
 def _chosen(lane: WorkloadDecision, usual: Candidate) -> Ranked:

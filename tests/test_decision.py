@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from fakes import A3, CPU, PREFILL_AND_DECODE, SM90, VENDORS, decide, expect, request
+from fakes import A3, CPU, PREFILL_AND_DECODE, SM90, VENDORS, decide, expect, plugin, request, runner
 
 from moe_core.errors import SpecError
 from moe_core.findings import PluginReport, Reason
@@ -50,6 +50,16 @@ def test_for_programs(decision) -> None:  # type: ignore[no-untyped-def]
     assert names == [entry.candidate.full_name for entry in decision.workloads[0].ranked]
     assert [reason["code"] for reason in data["reasons"]] == [reason.code for reason in decision.reasons]
     assert pickle.loads(pickle.dumps(decision)) == decision
+
+
+def test_reports_that_differ_in_their_reasons_alone_are_told_apart() -> None:
+    absent = plugin(runners=[runner("one", devices=("npu",), phases=("prefill",)), runner("two", devices=("npu",))])
+    prefill, decode = decide(request(workloads=PREFILL_AND_DECODE), CPU, absent).workloads
+    assert all(report.is_refused for report in (*prefill.specs, *decode.specs))
+    (one, two), (other, same) = prefill.specs, decode.specs
+    assert one != other
+    assert {two} == {same}
+    assert len({one, other, two, same}) == 3
 
 
 def test_for_people() -> None:

@@ -74,8 +74,10 @@ def test_a_described_generation_that_nobody_knows(device: str, arch: str, told: 
         resolve([_declared(), cards], request(), wrong)
     field = "device_type" if device == "zephir" else "arch"
     expect(str(caught.value).startswith(f"environment machine.json, field {field!r}: "), caught.value)
-    # What torch says of a machine is taken.
+    # What torch says of a machine is taken, and a description of the same is not for that.
     resolve([_declared(), cards], request(), attrs.evolve(wrong, source="probed"))
+    with pytest.raises(SpecError, match=r"environment again\.json"):
+        resolve([_declared(), cards], request(), attrs.evolve(wrong, source="again.json"))
 
 
 @pytest.mark.parametrize(

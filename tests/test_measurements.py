@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.environment import Environment
 from moe_core.errors import SpecError
-from moe_core.measurements import Measurement, MeasurementTable, shape_key
+from moe_core.measurements import MeasuredTime, Measurement, MeasurementTable, shape_key, times_at
 
 PAIR = Candidate(DeclaredDispatcher("toy", dispatcher()), DeclaredRunner("toy", runner()))
 ROW = Measurement(
@@ -21,6 +22,11 @@ ROW = Measurement(
 
 def _at(*rows: tuple[int, float]) -> list[Measurement]:
     return [attrs.evolve(ROW, num_tokens=tokens, microseconds=time) for tokens, time in rows]
+
+
+def _time(table: MeasurementTable, num_tokens: int | None, machine: Environment = SM90) -> MeasuredTime | None:
+    (time,) = times_at(table.of_layer(request(), machine), request(), [PAIR], num_tokens)
+    return time
 
 
 @pytest.mark.parametrize(
@@ -39,16 +45,16 @@ def _at(*rows: tuple[int, float]) -> list[Measurement]:
 )
 def test_lookup(rows: list[tuple[int, float]], num_tokens: int | None, found: tuple[float, str] | None) -> None:
     for ordered in permutations(_at(*rows)):
-        (row,) = MeasurementTable(ordered).lookup(request(), SM90, [PAIR], num_tokens)
+        row = _time(MeasurementTable(ordered), num_tokens)
         assert (row and (row.microseconds, row.provenance)) == found
 
 
 @given(st.sets(st.integers(1, 1000), min_size=1), st.integers(1, 1100))
 def test_never_outside_the_measured_range(counts: set[int], num_tokens: int) -> None:
     table = MeasurementTable(_at(*((count, float(count)) for count in counts)))
-    (found,) = table.lookup(request(), SM90, [PAIR], num_tokens)
+    found = _time(table, num_tokens)
     assert (found is not None) is (min(counts) <= num_tokens <= max(counts))
-    if num_tokens in counts:
+    if found and num_tokens in counts:
         assert found[:2] == (num_tokens, num_tokens)
         assert found.provenance == f"measured {float(num_tokens):g} us (exact, T={num_tokens}; bench)"
 
@@ -60,19 +66,19 @@ def test_never_outside_the_measured_range(counts: set[int], num_tokens: int) -> 
 )
 def test_only_what_is_comparable_counts(change: dict[str, Any]) -> None:
     table = MeasurementTable([attrs.evolve(ROW, **change)])
-    assert table.lookup(request(), SM90, [PAIR], 64) == [None]
+    assert _time(table, 64) is None
 
 
 def test_a_device_without_generations_is_named_by_its_type() -> None:
     table = MeasurementTable([attrs.evolve(ROW, arch="cpu")])
-    assert table.lookup(request(), CPU, [PAIR], 64) != [None]
+    assert _time(table, 64, CPU) is not None
 
 
 @pytest.mark.parametrize(("largest", "found"), [(1023, None), (1024, 9.0)])
 def test_a_count_that_saturates_the_experts_speaks_for_more(largest: int, found: float | None) -> None:
     # 64 experts and top-8: 1024 tokens are 128 rows for each expert.
     table = MeasurementTable(_at((64, 8.0), (largest, 9.0)))
-    (time,) = table.lookup(request(), SM90, [PAIR], 100_000)
+    time = _time(table, 100_000)
     assert (time and time.microseconds) == found
     if time:
         assert time.provenance == "measured 9 us (nearest, T=1024 for 100000; bench)"

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,6 +34,7 @@ from measured import measured
 
 from moe_core.errors import PluginError, ResolutionError, UnknownNameError
 from moe_core.manager import BackendManager
+from moe_core.measurement_sources import MeasurementWarning, user_file
 from moe_core.measurements import MeasurementTable
 from moe_core.planner import PlanWarning, make_plan, plan_layers
 from moe_core.request import LayerRequest, Workload
@@ -251,6 +253,17 @@ def test_equal_layers_are_resolved_once() -> None:
     plans = plan_layers(manager, {"a": request(), "b": request(), "c": request(top_k=4)}, CPU)
     assert plans["a"] is plans["b"]
     assert len(asked) == 2
+
+
+@pytest.mark.error_path
+def test_a_model_is_told_once_of_times_that_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = user_file(CPU)
+    file.parent.mkdir(parents=True)
+    file.write_text("no JSON")
+    with pytest.warns(MeasurementWarning) as told:
+        plan_layers(manager_of(SPEC), {"a": request(), "b": request(top_k=4)}, CPU)
+    expect(len(told) == 1, told.list)
 
 
 @pytest.mark.error_path

@@ -139,6 +139,7 @@ def _shuffled(rng: random.Random, specs: list[PluginSpec]) -> list[PluginSpec]:
 def _check_rows(decision: Decision) -> None:
     """A row without reasons is feasible, a row with reasons is not, and nothing else decides."""
     (workload,) = decision.workloads
+    expect(all(report.is_refused == bool(report.reasons) for report in workload.specs), "refused without a reason")
     passed = {report.declared.full_name for report in workload.specs if not report.reasons}
     for pair in workload.pairs:
         parts = [part for part in (pair.candidate.dispatcher, pair.candidate.runner) if part is not None]

@@ -61,7 +61,7 @@ class LayerQuant:
             w13 = _with_block(w13, axis=0, size=intermediate_size)
         if tp_size > 1:
             w2 = _with_block(w2, axis=1, size=intermediate_size)
-        return LayerQuant(w13, w2)
+        return self if w13 is self.w13 and w2 is self.w2 else LayerQuant(w13, w2)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ whoever has a scheme finds them, and so these three import the modules above ins
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -152,7 +153,7 @@ class QuantScheme:
         """Whether some field says `any`: a pattern describes no stored weights."""
         return any(getattr(self, field.name) == ANY for field in attrs.fields(QuantScheme))
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """The constant's name in lower case, or the changed fields of a scheme without one."""
         from moe_core.quant.known import SCHEMES
