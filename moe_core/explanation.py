@@ -11,6 +11,8 @@ from moe_core.request import Pins
 
 #: How everything is had that was folded or left out.
 IN_FULL = "explain(full=True)"
+#: Of the last in an order, which has no next one, what sets it apart is said of the neighbour that it has.
+FROM_BEFORE = "from the one before"
 #: Most lines of reasons in a refusal, and how many a workload has at least.
 _MOST_LISTED, _FEWEST_LISTED = 16, 3
 
@@ -143,7 +145,8 @@ def _unshared(decision: Findings, workload: WorkloadDecision) -> str:
 
 
 def _order(decision: Findings, workload: WorkloadDecision) -> Iterator[str]:
-    yield f"workload {workload.title}: order of those that fit"
+    apart = f" [set apart from the next by, the last {FROM_BEFORE}]" if len(workload.ranked) > 1 else ""
+    yield f"workload {workload.title}: order of those that fit{apart}"
     for place, ranked in enumerate(workload.ranked, start=1):
         yield f"  {place}. {ranked.candidate.full_name} [{ranked.because}] {dtype_text(ranked.dtype)}"
         yield from (f"     note: {note}" for note in ranked.dtype.notes)

@@ -55,8 +55,10 @@ class MeasurementFile:
         """
         try:
             data = parse_json(_text(path))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"measurements {path}: cannot be read ({error})") from error
+        except OSError as error:
+            raise SpecError(f"measurements {path}: cannot be read ({error.strerror or error})") from error
+        except ValueError as error:
+            raise SpecError(f"measurements {path}: cannot be read as the JSON of moe-core tune ({error})") from error
         try:
             return cls._of(JsonValue(data), str(path))
         except SpecError as error:

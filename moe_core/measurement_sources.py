@@ -18,7 +18,7 @@ from typing import TypeAlias
 import attrs
 
 from moe_core.environment import Environment
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 from moe_core.measurement_files import MeasurementFile, changes_since, is_of_card
 from moe_core.measurements import MeasurementTable
 
@@ -33,16 +33,33 @@ class MeasurementWarning(UserWarning):
 
 
 def user_file(environment: Environment) -> Path:
-    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`.
+    """Where the user's times for a machine are: below `$XDG_CACHE_HOME`, or `~/.cache`; not absolute without a home.
 
     One file for each card, and of a CPU for each number of threads.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
-    # Where nobody knows a home it stays a relative path, at which nothing lies.
-    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))
+    base = Path(given) if os.path.isabs(given) else _home() / ".cache"
     parts = (environment.device_type, environment.arch, environment.device_name, environment.thread_words)
     words = " ".join(filter(None, parts))
     return base / "moe-core" / "measurements" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+
+
+def _home() -> Path:
+    """The user's home folder; where nobody knows one a relative path, at which nothing lies.
+
+    An empty `$HOME` would be the root folder, and a relative one another folder in every process: both are none.
+    """
+    given = os.environ.get("HOME", "")
+    if os.path.isabs(given):
+        return Path(given)
+    try:
+        import pwd
+    except ImportError:
+        return Path.home()
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return Path("~")
 
 
 def older_file(environment: Environment) -> Path | None:
@@ -56,6 +73,29 @@ def older_file(environment: Environment) -> Path | None:
 def older_file_problem(path: Path) -> str:
     """Why the times of `older_file` do not count."""
     return f"measurements {path}: with how many threads they were taken is not known; run moe-core tune again"
+
+
+def _none(environment: Environment, others: tuple[int, ...]) -> str:
+    """That there are no times, and with which other numbers of threads there would be some."""
+    if not others:
+        return "none for this machine; moe-core tune makes them"
+    *few, most = others
+    counts = f"{', '.join(map(str, few))} and {most} threads" if few else counted(most, "thread")
+    here = environment.thread_words or "a number of threads that nobody knows"
+    how = "OMP_NUM_THREADS says how many a program has" if environment.threads else "its description may say `threads`"
+    return f"none for this machine with {here}, but for {counts}; {how}, and moe-core tune makes others"
+
+
+def _other_threads(environment: Environment) -> tuple[int, ...]:
+    """With how many other threads a CPU was measured, by the names of the user's files."""
+    alike = _without_threads(environment)
+    counted_name = re.compile(re.escape(alike.stem) + r"-([1-9][0-9]*)-threads?\.json")
+    try:
+        names = os.listdir(alike.parent) if environment.device_type == "cpu" else []
+    except OSError:
+        return ()
+    found = {int(match[1]) for name in names if (match := counted_name.fullmatch(name))}
+    return tuple(sorted(found - {environment.threads}))
 
 
 def _without_threads(environment: Environment) -> Path:
@@ -75,6 +115,8 @@ def default_measurements(environment: Environment, plugins: Mapping[str, str]) -
     files = (older_file(environment) or user_file(environment), *sorted(SHIPPED.glob("*.json")))
     states = tuple((path, state) for path in files if (state := _state(path)) is not None)
     table, problems = _known(states, environment, tuple(sorted(plugins.items())))
+    if not table.origins:
+        table = attrs.evolve(table, origins=(_none(environment, _other_threads(environment)),))
     for problem in problems:
         warnings.warn(f"{problem}; what it has of that is not used", MeasurementWarning, stacklevel=2)
     return table
@@ -97,7 +139,7 @@ def explicit_measurements(path: Path, environment: Environment) -> MeasurementTa
 def _known(
     files: tuple[tuple[Path, _State], ...], environment: Environment, plugins: tuple[tuple[str, str], ...]
 ) -> tuple[MeasurementTable, tuple[str, ...]]:
-    """The table of `default_measurements`, and why some files or parts of them are not in it."""
+    """The table of `default_measurements` as far as there is one, and why some files or parts of them are not in it."""
     table, problems = MeasurementTable(), []
     own = user_file(environment)
     for path, _ in files:
@@ -114,8 +156,7 @@ def _known(
         table = table.over(found)
         problems += [problem] if problem else []
     origins = (*table.origins, *(f"ignored: {problem}" for problem in problems))
-    table = attrs.evolve(table, origins=origins or ("none for this machine; moe-core tune makes them",))
-    return table, tuple(problems)
+    return attrs.evolve(table, origins=origins), tuple(problems)
 
 
 def _own(path: Path, environment: Environment, plugins: Mapping[str, str]) -> tuple[MeasurementTable, str]:

@@ -135,11 +135,13 @@ class MeasurementTable:
         added = [row for row in other.rows if (row.arch, row.shape) not in own]
         return MeasurementTable((*self.rows, *added), (*self.origins, *other.origins))
 
-    def without(self, runners: Iterable[str]) -> MeasurementTable:
-        """The rows of other runners than these, which are full names."""
-        left_out = set(runners)
-        rows = (row for row in self.rows if row.candidate.rpartition(" + ")[2] not in left_out)
-        return attrs.evolve(self, rows=rows)
+    def without(self, runners: Iterable[str], because: str) -> MeasurementTable:
+        """The rows of other runners than these, which are full names; origins tell of which there were any, and why."""
+        unwanted = set(runners)
+        rows = [row for row in self.rows if _runner(row) not in unwanted]
+        left_out = sorted({_runner(row) for row in self.rows} & unwanted)
+        told = [f"left out: times of {', '.join(left_out)}, {because}"] if left_out else []
+        return MeasurementTable(rows, (*self.origins, *told))
 
     def about(self, request: LayerRequest, environment: Environment) -> tuple[str, ...]:
         """What there is for one layer, as lines for people; empty where nobody looked for measurements."""
@@ -163,6 +165,11 @@ def times_at(
     if num_tokens is None or not rows:
         return [None for _ in candidates]
     return [_speaking(rows.get(candidate.full_name, ()), request, num_tokens) for candidate in candidates]
+
+
+def _runner(row: Measurement) -> str:
+    """Full name of the runner that was timed."""
+    return row.candidate.rpartition(" + ")[2]
 
 
 def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: int) -> MeasuredTime | None:

@@ -21,7 +21,7 @@ from moe_core.ranking import is_users_order
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.resolver import resolve
 from moe_core.stand_ins import notes_with
-from moe_core.vocabulary import ANY
+from moe_core.vocabulary import ANY, CANONICAL
 
 
 class PlanWarning(UserWarning):
@@ -73,6 +73,32 @@ def make_plan(
     for text in deviations:
         warnings.warn(text, PlanWarning, stacklevel=2)
     return plan, decision
+
+
+def without_copies(
+    manager: BackendManager,
+    request: LayerRequest,
+    environment: Environment,
+    measurements: MeasurementTable | None = None,
+) -> MeasurementTable:
+    """The measured times for a layer of a model that keeps its weights, as transformers does with those of floats.
+
+    Times of runners that would copy weights into a layout of their own do not count where the order without times reads
+    them as they lie: the model would hold them twice. Arguments are those of `make_plan`.
+    """
+    if measurements is None:
+        measurements = default_measurements(environment, manager.versions())
+    if decide(manager, request, environment, MeasurementTable()).weight_layout != CANONICAL:
+        return measurements
+    copying = (
+        f"{plugin.name}:{runner.short_name}"
+        for plugin in manager.specs()
+        for runner in plugin.runners
+        if runner.weight_layout != CANONICAL
+    )
+    return measurements.without(
+        copying, "whose weights would be a copy beside those that the model keeps; a pin takes it"
+    )
 
 
 def plan_layers(

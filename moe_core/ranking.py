@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from moe_core.declared import Candidate, belongs_to
+from moe_core.declared import Candidate, answers_to, belongs_to
 from moe_core.findings import DtypeChoice, Place, Ranked
 from moe_core.measurements import Measurement, times_at
 from moe_core.request import LayerRequest
@@ -21,7 +21,7 @@ from moe_core.vocabulary import TIERS
 #: How much faster something must be to take another's place; measured medians differ by less from run to run.
 WORTH_A_RANGE = 0.03
 _MEASURED = "measured"
-#: How well a preferred name is met that is neither the runner's nor the dispatcher's.
+#: How well a preferred name is met that is neither the runner's nor that of what moves tokens.
 _UNMET = 2
 #: Phases whose forwards have few tokens.
 _FEW_TOKENS = ("decode", "verify")
@@ -57,11 +57,14 @@ def rank_again(
     """The same candidates in the order for a token count, None for an order without times.
 
     `rows` are what was measured of the layer. Its times rank only if the candidate that the tiers would choose was
-    measured too: a slow kernel that happens to have been timed must not win over a faster one that was not.
+    measured too, or one that its name alone sets behind it: a slow kernel that happens to have been timed must not win
+    over a faster one that was not.
     """
     usual_first = by_place(entries)
     found = times_at(rows, request, [entry.candidate for entry in usual_first], num_tokens)
-    usual = found[0] if found else None
+    # A name, which is last in a place, says nothing about speed.
+    tied = zip(usual_first, found, strict=True)
+    usual = next((time for entry, time in tied if time and entry.place[:-1] == usual_first[0].place[:-1]), None)
     found = [time if time and usual and time.is_comparable(usual) else None for time in found]
     timed = [
         (entry.place.preference, time.microseconds if time else math.inf, entry.place, entry, time)
@@ -130,7 +133,7 @@ def _place(candidate: Candidate, request: LayerRequest, phase: str) -> Place:
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
-    """Per preferred name how well it is met, earlier names first: 0 by the runner, 1 by the dispatcher alone, else 2.
+    """Per preferred name how well it is met, earlier names first: 0 by the runner, 1 by what moves tokens, else 2.
 
     The runner comes first because a plugin's name means both: its dispatcher may serve other plugins' runners too.
     """
@@ -144,9 +147,12 @@ def _preferred(candidate: Candidate, request: LayerRequest) -> tuple[str, ...]:
 
 
 def _how_met(name: str, candidate: Candidate) -> int:
-    if belongs_to(name, candidate.runner):
+    runner, dispatcher = candidate.runner, candidate.dispatcher
+    if name == runner.plugin or answers_to(name, runner):
         return 0
-    return 1 if candidate.dispatcher is not None and belongs_to(name, candidate.dispatcher) else _UNMET
+    # A fused runner that does what a dispatcher is called after is that no more than a pair with it.
+    is_moved_so = name == runner.spec.a2a or (dispatcher is not None and belongs_to(name, dispatcher))
+    return 1 if is_moved_so else _UNMET
 
 
 def _because(index: int, order: list[tuple[Place, float]], provenance: str) -> str:

@@ -38,15 +38,18 @@ def _share(
     """Narrow every workload to one trait, in whatever order they stand.
 
     It is the first in the order without times, unless another is faster by `WORTH_A_RANGE`: over all of them together,
-    as each may gain less than that; what their samples do not tell apart counts for nothing.
+    as each may gain less than that; what their samples do not tell apart counts for nothing. Above that is what the
+    user prefers: only traits of the most preferred are compared, if these have one in common.
     """
-    places = [_places(_without_times(decision, request), trait) for decision in workloads]
-    shared = set.intersection(*(set(place) for place in places))
+    compared: list[Sequence[Ranked]] = [decision.alike_preferred for decision in workloads]
+    costs = [_costs(entries, trait) for entries in compared]
+    if not _common(compared, trait):
+        compared, costs = [decision.ranked for decision in workloads], []
+    shared = _common(compared, trait)
+    places = [_places(by_place(entries), trait) for entries in compared]
     if not shared:
         found = "; ".join(f"{d.phase}: {', '.join(p)}" for d, p in zip(workloads, places, strict=True))
         return workloads, Reason(code, needs, found, "pin or prefer backends that have it in common")
-    # What the user prefers is above what was measured.
-    costs = [_costs(() if request.prefer else decision.ranked, trait) for decision in workloads]
 
     def cost(value: str) -> float:
         return sum(of.get(value, math.inf) for of in costs if of)
@@ -70,6 +73,10 @@ def _share(
     return [only(decision) for decision in workloads], None
 
 
+def _common(orders: Sequence[Sequence[Ranked]], trait: Callable[[Ranked], str]) -> set[str]:
+    return set.intersection(*({trait(entry) for entry in order} for order in orders))
+
+
 def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
     """What speaks for the trait that is shared: what tiers would choose, or the fastest over the measured counts."""
     over = f"over {counts} measured token counts together"
@@ -82,11 +89,6 @@ def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
     return _SERVES
 
 
-def _without_times(decision: WorkloadDecision, request: LayerRequest) -> Sequence[Ranked]:
-    """The order if no time counted; that of what the user prefers as it is."""
-    return decision.ranked if request.prefer else by_place(decision.ranked)
-
-
 def _places(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[str, int]:
     places: dict[str, int] = {}
     for place, entry in enumerate(ranked):
@@ -94,7 +96,7 @@ def _places(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[st
     return places
 
 
-def _costs(ranked: tuple[Ranked, ...], trait: Callable[[Ranked], str]) -> dict[str, float]:
+def _costs(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[str, float]:
     """Per trait the logarithm of how much slower its fastest is than what is; empty where no time counted."""
     timed = [entry for entry in ranked if entry.microseconds is not None]
     fastest: dict[str, Ranked] = {}

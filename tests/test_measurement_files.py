@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import attrs
 import pytest
@@ -125,6 +127,14 @@ def test_the_users_file_is_below_the_cache_folder(tmp_path: Path, monkeypatch: p
     assert user_file(PRESETS["cpu"]) == folder / "cpu-generic-cpu.json"
 
 
+@pytest.mark.parametrize("given", ["", "relative", None])
+def test_a_home_that_is_no_folder_is_that_of_the_system(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME") if given is None else monkeypatch.setenv("HOME", given)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: SimpleNamespace(pw_dir=f"/home/of-{number}"))
+    assert user_file(HERE).is_relative_to(f"/home/of-{os.getuid()}/.cache/moe-core")
+
+
 def test_nothing_measured_is_nothing(cache: Path) -> None:
     assert default_measurements(HERE, VERSIONS).rows == ()
     assert default_measurements(HERE, VERSIONS).origins == ("none for this machine; moe-core tune makes them",)
@@ -156,7 +166,7 @@ def test_a_file_is_read_again_when_it_has_changed(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "cannot be read"),
+        ("", "cannot be read as the JSON of moe-core tune (Expecting value"),
         ("\x00", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ('{"schema": 1, "schema": 2}', "names the key 'schema' twice"),
@@ -258,6 +268,38 @@ def test_every_number_of_threads_of_a_cpu_has_its_own_times(cache: Path) -> None
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("measured", "here", "told"),
+    [
+        ((2,), 1, "with 1 thread, but for 2 threads; OMP_NUM_THREADS says how many a program has, and"),
+        (
+            (16, 1, 2),
+            4,
+            "with 4 threads, but for 1, 2 and 16 threads; OMP_NUM_THREADS says how many a program has, and",
+        ),
+        (
+            (1,),
+            0,
+            "with a number of threads that nobody knows, but for 1 thread; its description may say `threads`, and",
+        ),
+    ],
+)
+def test_times_of_other_numbers_of_threads_are_told_of(
+    cache: Path, measured: tuple[int, ...], here: int, told: str
+) -> None:
+    for threads in measured:
+        attrs.evolve(FILE, environment=_cpu(threads)).write(user_file(_cpu(threads)))
+    # Another machine's, and what was put aside.
+    other = attrs.evolve(_cpu(7), device_name="Maker 9, 2 CPUs, 8 threads")
+    attrs.evolve(FILE, environment=other).write(user_file(other))
+    user_file(_cpu(3)).with_suffix(".old.json").write_text("")
+    table = default_measurements(_cpu(here), VERSIONS)
+    assert (table.rows, table.origins) == ((), (f"none for this machine {told} moe-core tune makes others",))
+    # As soon as there are some they are all there is to say.
+    attrs.evolve(FILE, environment=_cpu(here)).write(user_file(_cpu(here)))
+    assert [line.partition(":")[0] for line in default_measurements(_cpu(here), VERSIONS).origins] == ["your cache"]
+
+
 def test_times_without_a_number_of_threads_are_reported_until_there_are_others(cache: Path) -> None:
     attrs.evolve(FILE, environment=_cpu(0)).write(user_file(_cpu(0)))
     with pytest.warns(
@@ -286,7 +328,12 @@ def test_a_named_file_of_other_threads_is_refused(tmp_path: Path) -> None:
 @pytest.mark.error_path
 def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("HOME", "")
+
+    def unknown(number: int) -> NoReturn:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
     expect(not user_file(HERE).is_absolute())
     expect(default_measurements(HERE, VERSIONS).rows == ())
 

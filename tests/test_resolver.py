@@ -613,6 +613,32 @@ def test_measurements(rows: list[tuple[str, int, float]], order: str, because: s
         assert ranked[0].because == because
 
 
+def test_a_name_keeps_no_time_from_counting() -> None:
+    without = attrs.evolve(LAYER, exclude=("z",))
+    ranked = resolve([TWINS], without, CPU, MeasurementTable([_measured("b", 64, 5.0)])).workloads[0].ranked
+    assert [(entry.candidate.runner.spec.name, entry.because) for entry in ranked] == [
+        ("b", "measured 5 us (exact, T=64; bench)"),
+        ("a", "not measured"),
+    ]
+
+
+def test_how_a_fused_runner_moves_tokens_is_preferred_like_a_dispatcher() -> None:
+    fused = runner("one_call", "fused", format="fused", a2a="move", tier="fused")
+    parts = plugin(dispatchers=[dispatcher("move")], runners=[fused, runner("a"), runner("z", tier="tuned")])
+    layer, pair = attrs.evolve(LAYER, prefer=("move",)), "toy:move.standard + toy:z.standard"
+    table = measured(layer, {"toy:one_call.fused": {64: 9.0}, pair: {64: 5.0}})
+    ranked = resolve([parts], layer, CPU, table).workloads[0].ranked
+    assert [entry.candidate.runner.spec.name for entry in ranked] == ["z", "one_call", "a"]
+    assert {entry.preferred for entry in ranked} == {("move (its dispatcher)",)}
+    (first, *_) = resolve([parts], attrs.evolve(LAYER, prefer=("one_call",)), CPU, table).workloads[0].ranked
+    assert first.preferred == ("one_call",)
+
+
+def test_a_preference_is_above_the_layout_that_other_phases_would_choose() -> None:
+    layer = request(workloads=PREFILL_AND_DECODE, prefer=("a_decode",))
+    assert decide(layer, CPU, BEST_TOGETHER).weight_layout == "a"
+
+
 def test_prefer_is_above_measurements() -> None:
     table = MeasurementTable([_measured("z", 64, 9.0), _measured("a", 64, 1.0), _measured("b", 64, 5.0)])
     ranked = resolve([TWINS], attrs.evolve(LAYER, prefer=("b",)), CPU, table).workloads[0].ranked

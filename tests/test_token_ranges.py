@@ -67,7 +67,8 @@ def _any(max_tokens: int | None = None) -> dict[str, Any]:
         ({"ep_size": 2, "token_placement": "replicated"}, [(1, 63, "few"), (64, None, "many")]),
         ({"runner_backend": "few"}, [(1, None, "few")]),
         ({"exclude": ("few", "alone")}, [(1, None, "many")]),
-        ({"exclude": ("few",)}, [(1, None, "alone")]),
+        # Of what only its name sets behind another one, times count.
+        ({"exclude": ("few",)}, [(1, None, "many")]),
         ({"prefer": ("few",)}, [(1, None, "few")]),
         ({"prefer": ("alone",)}, [(1, None, "alone")]),
     ],
@@ -238,7 +239,8 @@ def test_ranges_share_the_reports() -> None:
     text = decision.explain(full=True)
     assert text.count("each spec alone") == 1
     assert "workload any, up to 63 tokens: order of those that fit" in text
-    assert "workload any, from 64 tokens: order of those that fit" in text
+    apart = "set apart from the next by, the last from the one before"
+    assert f"workload any, from 64 tokens: order of those that fit [{apart}]" in text
     assert [w["min_tokens"] for w in decision.to_json()["workloads"]] == [1, 64]
 
 
@@ -248,10 +250,12 @@ def test_all_ranges_share_the_layout_that_costs_least() -> None:
     decision = _decide(times)
     assert decision.weight_layout == "canonical"
     assert _ranges(decision) == [(1, None, "few")]
-    better = _decide(times | {"alone": {1: 9, 2: 9, 4: 9, 2048: 11}})
-    assert better.weight_layout == "other"
-    # What is preferred is above times.
+    better_times = times | {"alone": {1: 9, 2: 9, 4: 9, 2048: 11}}
+    assert _decide(better_times).weight_layout == "other"
+    # What is preferred is above times, and what is preferred alike is ranked by them.
     assert _decide(times, request(prefer=("alone",))).weight_layout == "other"
+    assert _decide(times, request(prefer=("toy",))).weight_layout == "canonical"
+    assert _decide(better_times, request(prefer=("toy",))).weight_layout == "other"
 
 
 def test_phases_have_ranges_each() -> None:

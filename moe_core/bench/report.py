@@ -18,7 +18,7 @@ from moe_core.errors import SpecError, counted
 from moe_core.installed import installed_packages
 from moe_core.json_files import JsonValue, read_json, shown
 from moe_core.tuning.ceilings import Ceilings
-from moe_core.tuning.timing import Timing
+from moe_core.tuning.timing import Timing, fastest_of
 from moe_core.whole_file import write_whole
 
 SCHEMA = 1
@@ -131,10 +131,11 @@ class Row:
         return bool(self.problem) and not self.problem.startswith(NOT_RUN)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with the median and the spread of the samples beside them."""
+        """Plain data, with the median of the samples, bounds of it, and their spread beside them."""
         data = attrs.asdict(self)
         if self.timing is not None:
             data["microseconds"], data["spread"] = self.timing.microseconds, self.timing.spread
+            data["bounds"] = list(self.timing.bounds)
         return data
 
     @classmethod
@@ -188,9 +189,16 @@ class Report:
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` reads it back."""
+        """Plain data, with which rows are the fastest for all that samples tell; `read` takes it back."""
         machine = attrs.asdict(self.machine)
-        return {"schema": SCHEMA, "machine": machine, "rows": [row.to_json() for row in self.rows]}
+        rows = [{**row.to_json(), "fastest": row.implementation in self.fastest_beside(row)} for row in self.rows]
+        return {"schema": SCHEMA, "machine": machine, "rows": rows}
+
+    def fastest_beside(self, row: Row) -> tuple[str, ...]:
+        """Of a row's layer and number of tokens the fastest, then those that samples do not tell from it."""
+        alike = (row.layer, row.scheme, row.num_tokens)
+        beside = (other for other in self.rows if (other.layer, other.scheme, other.num_tokens) == alike)
+        return fastest_of({other.implementation: other.timing for other in beside if other.timing is not None})
 
     def failures(self) -> dict[str, list[int]]:
         """What of moe-core's own went wrong, or has no figure at all -> at which numbers of tokens."""

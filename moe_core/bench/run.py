@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -23,6 +24,10 @@ from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, p
 _USABLE = 0.8
 
 
+def _nobody(what: str) -> None:
+    """Who is told nothing."""
+
+
 @attrs.frozen(kw_only=True)
 class Sweep:
     """What to compare.
@@ -38,6 +43,7 @@ class Sweep:
         clock: For what is not captured.
         with_issue_time: Whether to time the host at one token.
         with_memory: Whether to see what a forward holds.
+        told: Called with what is done next, in words, before each step and each sample.
     """
 
     layers: tuple[tuple[str, LayerRequest], ...]
@@ -50,6 +56,7 @@ class Sweep:
     clock: str = "wall"
     with_issue_time: bool = False
     with_memory: bool = False
+    told: Callable[[str], None] = _nobody
 
     @property
     def device(self) -> str:
@@ -85,6 +92,7 @@ def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
     Raises:
         UnknownNameError: A combination names nothing; other errors become rows.
     """
+    sweep.told("the rates of this machine")
     operands = [operands_of(request) for _, request in sweep.layers]
     ceilings = measure_ceilings(sweep.device, operands, sweep.clock)
     release_memory(sweep.device)
@@ -118,6 +126,7 @@ def _together(sweep: Sweep) -> Iterator[list[tuple[str, LayerRequest]]]:
 
 
 def _drawn(name: str, request: LayerRequest, sweep: Sweep) -> _Case:
+    sweep.told(f"weights of {name}, {request.quant.label}")
     try:
         weights = random_weights(request, sweep.device)
     except (MoeCoreError, RuntimeError) as error:
@@ -158,6 +167,7 @@ def _inputs(sweep: Sweep, case: _Case, num_tokens: int, ceilings: Ceilings) -> t
     """What all contenders are given and compared with, and the floor."""
     if case.problem:
         raise MoeCoreError(case.problem)
+    sweep.told(f"{_where(case, num_tokens)}: inputs, and the layer in fp32")
     batches = Batches.random(case.request, num_tokens, sweep.device)
     reference = Reference(case.request, case.weights, batches.one(0))
     return batches, reference, layer_floor(case.request, batches, bytes_per_expert(case.weights), ceilings)
@@ -204,18 +214,36 @@ def _entry(
     refusal = contender.refusal(case.request, batches.num_tokens, sweep.device)
     if refusal:
         return _Entry(row=attrs.evolve(row, problem=f"{NOT_RUN}{refusal}"))
+    where = f"{_where(case, row.num_tokens)}: {row.implementation}"
+    sweep.told(where)
     try:
         bound = contender.bind(case.request, case.weights, batches, sweep.device)
         row = attrs.evolve(row, runs=bound.runs, note=bound.note)
         if isinstance(contender, Combination) and ran.setdefault(bound.runs, contender.name) != contender.name:
             return _Entry(row=attrs.evolve(row, note=f"the same as {ran[bound.runs]}, not timed again"))
         row = _checked(sweep, case, bound, reference, row)
-        return _prepared(sweep, bound, reference, row)
+        entry = _prepared(sweep, bound, reference, row)
+        return entry if entry.ready is None else attrs.evolve(entry, ready=_telling(sweep, entry.ready, where))
     except UnknownNameError:
         # A slip of the pen, and not something that cannot run.
         raise
     except BaseException as error:
         return _Entry(row=attrs.evolve(row, problem=_problem(error)))
+
+
+def _where(case: _Case, num_tokens: int) -> str:
+    return f"{case.name}, {case.request.quant.label}, T = {num_tokens}"
+
+
+def _telling(sweep: Sweep, ready: Prepared, where: str) -> Prepared:
+    """The same, which tells of each sample before it is taken, outside of its clock."""
+    numbers = itertools.count(1)
+
+    def sample() -> float:
+        sweep.told(f"{where}, sample {next(numbers)} of {sweep.repeats}")
+        return ready.sample()
+
+    return attrs.evolve(ready, sample=sample)
 
 
 def _problem(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from moe_core.cli.layer_options import (
 from moe_core.cli.options import AsJson, Device, Verbose, check_names, known_word
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
-from moe_core.cli.progress import stage
+from moe_core.cli.progress import doing, stage
 from moe_core.cli.requests import requested_groups, tell_assumed
 from moe_core.errors import SpecError
 from moe_core.manager import default_manager
@@ -213,14 +213,7 @@ def _measured(
         check_names(**combination.fields)
     if threads is not None:
         torch.set_num_threads(threads)
-    sweep = Sweep(
-        layers=layers,
-        combinations=(Combination(), *named),
-        peers=() if set(peers) == {"none"} else find_peers(peers, environment.device_type),
-        environment=environment,
-        **options,
-    )
-    console, total = stderr(), len(layers) * len(set(sweep.tokens))
+    total = len(layers) * len(set(options["tokens"]))
     done: set[tuple[str, str, int]] = set()
 
     def shown(report: Report) -> None:
@@ -230,9 +223,19 @@ def _measured(
         done.update(new)
         for layer, scheme, num_tokens in sorted(new):
             line = f"{len(done)}/{total} {layer}, {scheme}, T = {num_tokens}"
-            console.print(line, style="dim", soft_wrap=True)
+            # What was stderr before goes past the spinner.
+            stderr().print(line, style="dim", soft_wrap=True)
 
-    report = run(sweep, shown)
+    with doing() as told:
+        sweep = Sweep(
+            layers=layers,
+            combinations=(Combination(), *named),
+            peers=() if set(peers) == {"none"} else find_peers(peers, environment.device_type),
+            environment=environment,
+            told=told,
+            **options,
+        )
+        report = run(sweep, shown)
     if output is not None:
         report.write(output)
     return report

@@ -35,7 +35,7 @@ def report_view(report: Report) -> RenderableType:
     """The tables, and the caption that they share."""
     parts: list[RenderableType] = []
     for (layer, scheme), rows in groupby(report.rows, key=lambda row: (row.layer, row.scheme)):
-        parts += [Text(f"\n{layer}, {scheme}", style="bold"), *_table(list(rows))]
+        parts += [Text(f"\n{layer}, {scheme}", style="bold"), *_table(report, list(rows))]
     caption = {"measured on": report.machine.caption, "how": _HOW, **_legend(report)}
     return Group(*parts, Text(), fields(caption))
 
@@ -46,6 +46,7 @@ def _legend(report: Report) -> dict[str, str]:
     return {
         "T": "tokens of one forward",
         "SPREAD": "distance of the quartiles over the median",
+        "FASTEST": "yes: by the median; maybe: samples do not tell it apart from that one",
         "/FLOOR": "the time over the floor's",
         "/OURS": "the time over that of moe-core as it chooses",
         "ERROR": "of the result's norm, relative to the layer in fp32",
@@ -62,18 +63,19 @@ def _extras(rows: Sequence[Row]) -> list[str]:
     return [*[host] * with_issue, *memory * with_memory]
 
 
-def _table(rows: Sequence[Row]) -> Iterable[RenderableType]:
+def _table(report: Report, rows: Sequence[Row]) -> Iterable[RenderableType]:
     extras = _extras(rows)
-    result = WordTable("T", "IMPLEMENTATION", "us", "SPREAD", "/FLOOR", "/OURS", "ERROR", "BY", *extras)
+    result = WordTable("T", "IMPLEMENTATION", "us", "SPREAD", "FASTEST", "/FLOOR", "/OURS", "ERROR", "BY", *extras)
     timed = {row.implementation for row in rows if row.timing is not None}
     for num_tokens, of_count in groupby(rows, key=lambda row: row.num_tokens):
         alike = list(of_count)
         ours = next((row.timing.microseconds for row in alike if row.timing and row.implementation == OURS), None)
-        result.add_row(str(num_tokens), "floor", _micro(alike[0].floor), *[""] * (5 + len(extras)))
+        fastest = report.fastest_beside(alike[0])
+        result.add_row(str(num_tokens), "floor", _micro(alike[0].floor), *[""] * (6 + len(extras)))
         for row in alike:
             # What nobody tried, at any number of tokens, is in the notes alone.
             if row.implementation in timed or row.went_wrong:
-                result.add_row("", row.implementation, *_figures(row, ours), *_more(row, extras))
+                result.add_row("", row.implementation, *_figures(row, ours, fastest), *_more(row, extras))
     yield result
     yield fields({"ran": "\n".join(_ran(rows)), "notes": "\n".join(_notes(rows))})
 
@@ -116,13 +118,14 @@ def _notes(rows: Sequence[Row]) -> Iterable[str]:
         yield f"{', '.join(names)}: {text}"
 
 
-def _figures(row: Row, ours: float | None) -> list[str]:
+def _figures(row: Row, ours: float | None, fastest: Sequence[str]) -> list[str]:
     if row.timing is None:
-        return [_word(row), "", "", "", "", ""]
+        return [_word(row), "", "", "", "", "", ""]
     time = row.timing.microseconds
     return [
         _micro(time),
         f"{row.timing.spread * 100:.0f}%",
+        "" if row.implementation not in fastest else "yes" if row.implementation == fastest[0] else "maybe",
         f"{time / row.floor:.2f}",
         "" if ours is None else f"{time / ours:.2f}",
         "" if row.error is None else f"{row.error:.0e}",

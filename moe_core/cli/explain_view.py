@@ -13,7 +13,7 @@ from moe_core.cli.output import fields, verdict
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.word_table import WordTable
 from moe_core.decision import Decision
-from moe_core.explanation import IN_FULL, dtype_text, left_out, stages, unlisted, why
+from moe_core.explanation import FROM_BEFORE, IN_FULL, dtype_text, left_out, stages, unlisted, why
 from moe_core.findings import Ranked, Reason, WorkloadDecision
 from moe_core.misses import Misses, short_titles
 
@@ -69,9 +69,11 @@ def _order(ranked: Sequence[Ranked], others: str, titles: str, most: int | None)
     dtypes = [dtype_text(entry.dtype) for entry in ranked]
     shared = len(set(dtypes)) == 1
     title = f"\nworkload {titles}: what fits, in order{f' (dispatch dtype {dtypes[0]})' if shared else ''}"
-    rows = WordTable("", "COMBINATION", "SET APART BY", *(() if shared else ("DISPATCH DTYPE",)))
+    rows = WordTable("", "COMBINATION", "SET APART FROM THE NEXT BY", *(() if shared else ("DISPATCH DTYPE",)))
     for place, (entry, dtype) in enumerate(zip(ranked[:most], dtypes, strict=False), start=1):
         because = entry.because if most is None else entry.short_because
+        if 1 < place == len(ranked):
+            because += f", {FROM_BEFORE}"
         rows.add_row(str(place), entry.candidate.full_name, because, *(() if shared else (dtype,)))
     left = len(ranked) - len(ranked[:most])
     more = [f"and {left} more"] if left else []

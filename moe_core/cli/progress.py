@@ -14,6 +14,8 @@ from moe_core.cli.output import stderr
 
 #: Seconds between two lines where there is no bar: at least so many, and a share of those that have passed.
 _PACE, _PACE_SHARE = 10.0, 0.1
+#: How often a second a spinner is drawn beside work that is timed.
+_REFRESH = 2
 #: Least seconds from which the time that is left is reckoned: what comes in batches has none of its own.
 _TELLING = 1.0
 
@@ -52,6 +54,21 @@ def progress_bar(title: str, unit: str = "bytes") -> Iterator[Callable[[int, int
     _end(console, title, start)
 
 
+@contextmanager
+def doing() -> Iterator[Callable[[str], None]]:
+    """Say what is being done, of work in many steps: on a terminal beside a spinner, elsewhere in lines.
+
+    Yields:
+        What is called with each step, in words, before it.
+    """
+    console = stderr()
+    if console.is_terminal:
+        with console.status("", refresh_per_second=_REFRESH) as status:
+            yield lambda what: status.update(f"{what} ...")
+    else:
+        yield Lines(console).say
+
+
 def duration(seconds: float) -> str:
     """`90 s`, `12 minutes`."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
@@ -60,8 +77,8 @@ def duration(seconds: float) -> str:
 class Lines:
     """Prints how far a step is, seldom enough for a log."""
 
-    def __init__(self, console: Console, title: str, unit: str) -> None:
-        """Begin; `title` and `unit` as of `progress_bar`."""
+    def __init__(self, console: Console, title: str = "", unit: str = "") -> None:
+        """Begin; `title` and `unit` as of `progress_bar`, for what tells of units."""
         self._console, self._title, self._unit = console, title, unit
         self._start = time.monotonic()
         self._next = self._start + _PACE
@@ -78,15 +95,25 @@ class Lines:
         now = time.monotonic()
         if self._first is None:
             self._first = now, done
-        if now < self._next or not 0 < done < total:
+        if not 0 < done < total or not self._is_time(now):
             return
-        passed = now - self._start
-        self._next = now + max(_PACE, _PACE_SHARE * passed)
         amount = f"{decimal(done)} of {decimal(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
         left = max(_left(mark, now, done, total) for mark in (self._first, self._last or self._first))
         self._last = now, done
         told = f", about {duration(left)} left" if left else ""
         self._console.print(f"{self._title}: {amount}{told}", style="dim", soft_wrap=True)
+
+    def say(self, what: str) -> None:
+        """Print what is done next, if it is time for a line."""
+        if self._is_time(time.monotonic()):
+            self._console.print(f"  {what} ...", style="dim", soft_wrap=True)
+
+    def _is_time(self, now: float) -> bool:
+        """Whether a line is due, after which the next one comes later."""
+        if now < self._next:
+            return False
+        self._next = now + max(_PACE, _PACE_SHARE * (now - self._start))
+        return True
 
 
 def _left(since: tuple[float, int], now: float, done: int, total: int) -> float:

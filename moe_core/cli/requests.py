@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "activation": "silu",
     "bias": False,
 }
+#: Those of them that are numbers.
+SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 #: For a scheme that nobody knows.
 _OF_CORE = "Schemes are of moe-core itself: plugins say which of them they run, and add none."
 ACTIVATIONS = {
@@ -84,6 +86,11 @@ def assumed(shape: str, request: LayerRequest, schemes: Sequence[str]) -> str:
     return f"weights {request.quant.label}; {shape} is published with others: --quant-scheme {scheme}"
 
 
+def keeps_weights(request: LayerRequest, of_model: bool) -> bool:
+    """Whether a layer of a model is one whose weights the model keeps: `run` serves floats beside transformers' own."""
+    return of_model and not request.quant.is_quantized
+
+
 def tell_assumed(groups: Iterable[tuple[str, LayerGroup]], schemes: Sequence[str]) -> None:
     """Say on stderr what `assumed` has to say of each group; for commands that measure, which may take long."""
     for shape, group in groups:
@@ -115,7 +122,14 @@ def _groups(
         fields["quant"] = scheme
         if dtype is None and scheme.weight_dtype in FLOAT_DTYPES:
             fields["dtype"] = scheme.weight_dtype
-    return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
+    try:
+        return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
+    except SpecError as error:
+        # Whoever named some sizes need not know the others.
+        taken = [f"{_option(name)} {DEFAULTS[name]}" for name in SIZES if name not in given and name in str(error)]
+        if not given or not taken:
+            raise
+        raise SpecError(f"{error}; {', '.join(taken)} is taken where it is not given") from error
 
 
 def _draft_groups(config: Mapping[str, Any], dtype: str | None, scheme: QuantScheme | None) -> tuple[LayerGroup, ...]:
@@ -133,7 +147,12 @@ def _option(name: str) -> str:
 
 def workloads(words: Sequence[str]) -> tuple[Workload, ...]:
     """Workloads from `phase[:max_tokens][:graph]` words; one for any phase if there are none."""
-    return tuple(map(_workload, words)) or (Workload(),)
+    found = tuple(map(_workload, words)) or (Workload(),)
+    kinds = [(workload.phase, workload.max_tokens) for workload in found]
+    for word, kind in zip(words, kinds, strict=False):
+        if kinds.count(kind) > 1:
+            raise SpecError(f"workload {word!r}: expected each phase once, or again with another most number of tokens")
+    return found
 
 
 def _workload(word: str) -> Workload:

@@ -27,7 +27,7 @@ from moe_core.cli.option_words import speller
 from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, check_machine, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
-from moe_core.cli.requests import assumed, requested_groups, workloads
+from moe_core.cli.requests import assumed, keeps_weights, requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import ResolutionError
@@ -36,7 +36,7 @@ from moe_core.measurement_sources import explicit_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
-from moe_core.planner import make_plan
+from moe_core.planner import make_plan, without_copies
 from moe_core.vocabulary import PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
 
 SCHEMA = 1
@@ -169,7 +169,8 @@ def resolve(
     machine = manager.probe() if environment is None else load_environment(environment)
     check_machine(manager, machine)
     table = _measurements(measurements, no_measurements, machine)
-    results = [_resolved(name, group, manager, machine, table, schemes) for name, group in groups]
+    of_model = model is not None
+    results = [_resolved(name, group, manager, machine, table, schemes, of_model) for name, group in groups]
     spelled = speller(context)
     if as_json:
         _print_json(results)
@@ -193,8 +194,11 @@ def _resolved(
     machine: Environment,
     measurements: MeasurementTable | None,
     schemes: Sequence[str],
+    of_model: bool,
 ) -> Resolved:
     taken = assumed(name, group.request, schemes)
+    if keeps_weights(group.request, of_model):
+        measurements = without_copies(manager, group.request, machine, measurements)
     try:
         plan, decision = make_plan(manager, group.request, machine, measurements)
     except ResolutionError as error:

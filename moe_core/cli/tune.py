@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +31,7 @@ from moe_core.cli.options import Device, Verbose, check_names
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.progress import stage
-from moe_core.cli.requests import requested_groups, tell_assumed
+from moe_core.cli.requests import keeps_weights, requested_groups, tell_assumed
 from moe_core.cli.stopping import INTERRUPTED, exit_on_signals
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
@@ -38,7 +39,7 @@ from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, Unwritten
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurement_sources import older_file, older_file_problem, user_file
 from moe_core.measurements import shape_key
-from moe_core.planner import decide
+from moe_core.planner import decide, without_copies
 from moe_core.request import LayerRequest
 
 if TYPE_CHECKING:
@@ -111,14 +112,15 @@ def tune(
 
     target = output or user_file(machine)
     if output is None and not target.is_absolute():
-        raise SpecError("there is no home folder for a cache: say --output FILE, or set XDG_CACHE_HOME")
+        home = f"HOME is {os.environ['HOME']!r}" if "HOME" in os.environ else "HOME is not set"
+        raise SpecError(f"there is no home folder for a cache ({home}): say --output FILE, or set XDG_CACHE_HOME")
     recorder = Recorder(target, machine, manager)
     if recorder.replaced:
         print_error(f"{recorder.replaced}; with the first new time it becomes {recorder.aside.name}", label="warning")
     elif output is None and (older := older_file(machine)):
         print_error(f"{older_file_problem(older)}; not used", label="warning")
     counts = sorted(set(tokens)) if tokens else _powers_of_two(machine.device_type)
-    run = _Run(manager, machine, recorder, counts, repeats, seconds)
+    run = _Run(manager, machine, recorder, counts, repeats, seconds, of_model=model is not None)
     try:
         with exit_on_signals():
             run.measure(requests, math.inf if minutes is None else 60 * minutes)
@@ -148,6 +150,7 @@ class _Run:
     counts: Sequence[int]
     repeats: int
     seconds: float
+    of_model: bool
     num_times: int = 0
 
     def measure(self, requests: Sequence[LayerRequest], limit: float) -> None:
@@ -174,7 +177,8 @@ class _Run:
         from moe_core.tuning.deadline import TimeUpError
         from moe_core.tuning.search import LayerSearch
 
-        view.begin(request_line(request))
+        keeps = keeps_weights(request, self.of_model)
+        view.begin(request_line(request), keeps)
         search = LayerSearch(self.manager, request, self.machine, deadline=deadline, told=view.tell)
         shape = shape_key(search.request)
         view.candidates([candidate.full_name for candidate in search.candidates])
@@ -185,6 +189,8 @@ class _Run:
                 finally:
                     # What cannot be written is in the table at least.
                     table = self.recorder.table(shape)
+                    if keeps:
+                        table = without_copies(self.manager, search.request, self.machine, table)
                     view.add(step, decide(self.manager, search.request, self.machine, table))
         except TimeUpError as error:
             view.stop(str(error))

@@ -58,10 +58,12 @@ def _is_guessed(few: int, many: int, begins: int) -> bool:
     return few < begins < many and are_far(few, many)
 
 
-def left_out(steps: Sequence[Step], decision: Decision, number: Callable[[str], str]) -> Iterator[str]:
+def left_out(
+    steps: Sequence[Step], decision: Decision, number: Callable[[str], str], keeps_weights: bool
+) -> Iterator[str]:
     """Which of the fastest have weights in a layout that the plan does not use, where, and what would bring them.
 
-    Arguments are those of `changes`.
+    Arguments are those of `changes`, and whether the plan is for a model that keeps its weights.
     """
     counts: dict[str, list[str]] = {}
     for step in steps:
@@ -72,11 +74,18 @@ def left_out(steps: Sequence[Step], decision: Decision, number: Callable[[str], 
     for name, gains in counts.items():
         if name in unshared:
             runner = unshared[name].runner
-            yield (
-                f"{number(name)} is faster by {', '.join(gains)}, and plans do not use it: it needs weight layout "
-                f"{runner.spec.weight_layout}, all routes of a plan share one, and {decision.weight_layout} costs less "
-                f"over all token counts; who prefers {runner.full_name} gets it for all of them"
-            )
+            told = f"{number(name)} is faster by {', '.join(gains)}, and plans do not use it: it needs weight layout "
+            told += runner.spec.weight_layout
+            if keeps_weights:
+                yield (
+                    f"{told}, which would be a copy beside the weights that the model keeps; who pins "
+                    f"{runner.full_name} gets it, and a layer of its own (--shape) does by its times"
+                )
+            else:
+                yield (
+                    f"{told}, all routes of a plan share one, and {decision.weight_layout} costs less over all token "
+                    f"counts; who prefers {runner.full_name} gets it for all of them"
+                )
 
 
 def _faster(step: Step, usual: str) -> tuple[str, float] | None:

@@ -68,6 +68,7 @@ class TuneView:
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("measuring", total=num_layers * len(counts))
         self._title, self._names, self._doing = "", [""], ""
+        self._keeps_weights = False
         self._steps: list[Step] = []
         self._decision: Decision | None = None
         self._start = self._said = time.monotonic()
@@ -99,9 +100,10 @@ class TuneView:
         if error is not None and self._steps:
             self._print()
 
-    def begin(self, title: str) -> None:
-        """A layer begins."""
+    def begin(self, title: str, keeps_weights: bool) -> None:
+        """A layer begins; its plans are those of a model that keeps its weights, or of a layer that takes them over."""
         self._title, self._names, self._steps, self._doing = title, [], [], ""
+        self._keeps_weights = keeps_weights
         self._start = time.monotonic()
         if not self._console.is_terminal:
             self._say(title)
@@ -157,8 +159,12 @@ class TuneView:
         if self._decision is None:
             return {}
         steps = [step for step in self._steps if step.timings]
-        found = {"changes": changes, "to be surer": surer, "left out": left_out}
-        return {label: "\n".join(of(steps, self._decision, self._number)) for label, of in found.items()}
+        found = {
+            "changes": changes(steps, self._decision, self._number),
+            "to be surer": surer(steps, self._decision, self._number),
+            "left out": left_out(steps, self._decision, self._number, self._keeps_weights),
+        }
+        return {label: "\n".join(lines) for label, lines in found.items()}
 
     def _follows(self, name: str) -> str:
         """What a problem means for plans."""

@@ -139,15 +139,16 @@ class Recorder:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other runs from writing between a look at the file and its writing.
 
-    A lock that others hold is waited for a second at most, and where a system or file system has none all goes on
-    without: a cache is in nobody's way.
+    A lock that others hold is waited for a second at most, and where a system or file system has none, or the folder is
+    gone, all goes on without: a cache is in nobody's way.
     """
     try:
         import fcntl
-    except ImportError:
+
+        opened = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
         yield
         return
-    opened = os.open(folder, os.O_RDONLY)
     try:
         for _ in range(_TRIES):
             try:

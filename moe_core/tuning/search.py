@@ -21,7 +21,7 @@ from moe_core.request import LayerRequest, Workload
 from moe_core.tuning.deadline import Deadline, TimeUpError
 from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.reference import Reference, WrongResultError
-from moe_core.tuning.timing import FEWEST_SAMPLES, CaptureError, Prepared, Timing, prepare, take_turns
+from moe_core.tuning.timing import FEWEST_SAMPLES, CaptureError, Prepared, Timing, fastest_of, prepare, take_turns
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
 HOPELESS = 10.0
@@ -64,12 +64,8 @@ class Step:
 
     @property
     def fastest(self) -> tuple[str, ...]:
-        """Full name of the candidate with the smallest median, then of those that samples do not tell apart from it.
-
-        These are the ones whose bounds overlap with its own, in the order of their medians; none where nothing ran.
-        """
-        order = sorted(self.timings, key=lambda name: self.timings[name].microseconds)
-        return tuple(name for name in order if self.timings[name].bounds[0] <= self.timings[order[0]].bounds[1])
+        """Full name of the fastest candidate, then of those that samples do not tell apart from it: `fastest_of`."""
+        return fastest_of(self.timings)
 
 
 def _nobody(what: str) -> None:
@@ -115,7 +111,8 @@ class LayerSearch:
         self.request = attrs.evolve(request, workloads=Workload())
         decision = decide(manager, self.request, environment, MeasurementTable())
         if not decision.is_feasible:
-            raise ResolutionError(f"no backend combination fits this layer: {decision.error}", decision)
+            why = "moe-core resolve --explain for the same layer says why"
+            raise ResolutionError(f"no backend combination fits this layer: {decision.error}; {why}", decision)
         # The ranking keeps those of one weight layout; which layout is the best is a question, too.
         (workload,) = decision.workloads
         # What may fail for want of memory comes last.

@@ -67,6 +67,20 @@ def test_ours_and_peers_are_timed_and_compared():
     assert rows["torch grouped_mm"].runs.startswith("torch 2.")
 
 
+def test_each_step_and_each_sample_is_told_before_it_begins():
+    told = []
+    _rows(told=told.append, peers=(HAND_WRITTEN,))
+    where = "small, bf16, T = 3: "
+    both = (OURS, "torch grouped_mm")
+    assert told == [
+        "the rates of this machine",
+        "weights of small, bf16",
+        f"{where}inputs, and the layer in fp32",
+        *(f"{where}{name}" for name in both),
+        *(f"{where}{name}, sample {number} of 2" for number in (1, 2) for name in both),
+    ]
+
+
 def test_one_combination_under_two_names_is_timed_once():
     names = (None, "torch", "none.standard + torch", "torch.masked")
     rows = _rows(combinations=tuple(map(Combination, names)))

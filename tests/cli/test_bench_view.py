@@ -83,10 +83,43 @@ def test_what_went_wrong_stands_in_the_table_too():
     many[4] = attrs.evolve(many[4], timing=None, problem=problems[3])
     text = _printed(*few, *many)
     rows = [" ".join(line.split()) for line in text[: text.index("\nran ")].splitlines()[3:]]
-    figures = "434 0% 43.44 1.00 1e-03 wall"
-    assert rows[1:5] == [f"moe-core {figures}", "wrong wrong", "broken failed", f"untried with many {figures}"]
-    assert rows[6:] == [f"moe-core {figures}", "wrong wrong", "broken failed", "untried with many not run"]
+    figures = "434 0% maybe 43.44 1.00 1e-03 wall"
+    ours = f"moe-core {figures.replace('maybe', 'yes')}"
+    assert rows[1:5] == [ours, "wrong wrong", "broken failed", f"untried with many {figures}"]
+    assert rows[6:] == [ours, "wrong wrong", "broken failed", "untried with many not run"]
     assert "broken: no such tile" in text
+
+
+def _sampled(implementation, *samples, num_tokens=1):
+    row = _row(num_tokens, "a", implementation)
+    return attrs.evolve(row, timing=Timing(samples, "wall") if samples else None)
+
+
+#: The bounds of few samples are the smallest and the largest.
+SAMPLED = (
+    _sampled("moe-core", 11, 12, 13, 14, 15),
+    _sampled("as fast", 14, 15, 16, 17, 18),
+    _sampled("slower", 15.5, 16, 17, 18, 19),
+    _sampled("fastest by its median", 1, 2, 10, 20, 21),
+    _sampled("not timed"),
+    _sampled("moe-core", 30, 31, 32, num_tokens=8),
+    _sampled("as fast", 20, 21, 22, num_tokens=8),
+)
+
+
+def test_what_samples_do_not_tell_from_the_fastest_is_told():
+    text = _printed(*SAMPLED)
+    told = [line.rsplit("%", 1)[1].split()[0] for line in text[: text.index("\nran ")].splitlines() if "%" in line]
+    # Of one that is far from it, only figures follow.
+    assert told == ["maybe", "maybe", "maybe", "yes", "3.10", "yes"]
+    parts = Report(MACHINE, SAMPLED[:3]).to_json()["rows"]
+    assert [(row["bounds"], row["fastest"]) for row in parts] == [
+        ([11, 15], True),
+        ([14, 18], True),
+        ([15.5, 19], False),
+    ]
+    told = [row["fastest"] for row in Report(MACHINE, SAMPLED).to_json()["rows"]]
+    assert told == [True, True, True, True, False, False, True]
 
 
 def _legend(printed):
@@ -99,7 +132,7 @@ def test_every_column_is_explained():
         _row(1, "torch 2", "torch grouped_mm"),
     ]
     text = _printed(*rows)
-    for header in ("T", "SPREAD", "/FLOOR", "/OURS", "ERROR", "BY", "HOST us", "HELD MB", "/ROWS"):
+    for header in ("T", "SPREAD", "FASTEST", "/FLOOR", "/OURS", "ERROR", "BY", "HOST us", "HELD MB", "/ROWS"):
         assert header in text.splitlines()[2], header
         assert re.search(rf"^{header}  +\w", _legend(text), flags=re.MULTILINE), header
 

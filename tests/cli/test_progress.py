@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_core.cli import progress
-from moe_core.cli.progress import duration, progress_bar, stage
+from moe_core.cli.progress import doing, duration, progress_bar, stage
 
 
 @pytest.fixture
@@ -94,3 +94,14 @@ def test_a_terminal_gets_a_bar_and_no_lines(clock, capsys, monkeypatch):
 
 def test_durations_are_seconds_and_then_minutes():
     assert [duration(seconds) for seconds in (0.4, 119, 600)] == ["0 s", "119 s", "10 minutes"]
+
+
+def test_what_is_done_is_said_seldom_enough_for_a_log(clock, capsys):
+    with doing() as told:
+        for step in range(1, 1001):
+            clock[0] += 1.0
+            told(f"step {step}")
+    first, second, *_, last = lines = capsys.readouterr().err.splitlines()
+    assert (first, second) == ("  step 10 ...", "  step 20 ...")
+    assert last.startswith("  step ")
+    assert 20 < len(lines) < 60

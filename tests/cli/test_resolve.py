@@ -129,6 +129,26 @@ def test_a_shape_says_in_which_scheme_its_model_is_published(call):
     assert "assumed" not in out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--num-experts", "4"), "--top-k 8 exceeds --num-experts 4; --top-k 8 is taken where it is not given"),
+        (("--top-k", "200"), "--top-k 200 exceeds --num-experts 128; --num-experts 128 is taken where it is not given"),
+        (("--num-experts", "4", "--top-k", "5"), "--top-k 5 exceeds --num-experts 4"),
+        (
+            ("--workload", "decode", "--workload", "decode"),
+            "workload 'decode': expected each phase once, or again with ",
+        ),
+        (("--workload", "decode:8", "--workload", "decode:8:graph"), "workload 'decode:8': expected each phase once"),
+    ],
+)
+def test_what_was_not_typed_or_typed_twice_is_told(call, words, told):
+    code, out, err = call(*ON_CPU, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {told}")
+    assert ("not given" in err) == ("not given" in told)
+
+
 @pytest.mark.parametrize("word", ["decode:0", "decode:1:2", "decode:1:grahp", "decode:-1"])
 def test_a_workload_that_cannot_be_names_what_was_typed(call, word):
     code, out, err = call(*ON_CPU, "--workload", word)
@@ -254,6 +274,38 @@ def test_groups_of_a_model(call, tmp_path):
     assert "8 experts, top-2, H 64, I 32, fp32" in _words(out)
     code, out, _ = call(*ON_CPU, "--model", str(tmp_path / "config.json"), "--dtype", "bf16", "--json")
     assert json.loads(out)["groups"][0]["layers"] == [0, 2, 3]
+
+
+ON_H200 = ("resolve", "--environment", "h200", "--json")
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout", "is_told"),
+    [({}, "canonical", True), ({"quantization_config": FP8}, "triton_panels", False)],
+)
+def test_a_model_of_floats_keeps_its_weights_as_run_does(call, tmp_path, quantization, layout, is_told):
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "moe_intermediate_size": 768}
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        **sizes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | quantization))
+    _, out, _ = call(*ON_H200, "--model", str(tmp_path))
+    (group,) = json.loads(out)["groups"]
+    assert group["plan"]["weight_layout"] == layout
+    left_out = (
+        "left out: times of triton:triton.fused_panels, whose weights would be a copy beside those that the model "
+        "keeps; a pin takes it"
+    )
+    assert (left_out in group["decision"]["measurements"]) == is_told
+    # A layer of its own takes its weights over.
+    _, out, _ = call(*ON_H200, *(("--quant-scheme", "fp8_block128") if quantization else ()))
+    (group,) = json.loads(out)["groups"]
+    assert group["plan"]["weight_layout"] == "triton_panels"
 
 
 def test_layers_of_a_model_with_different_schemes(call, tmp_path):

@@ -4,20 +4,24 @@ import errno
 import itertools
 import json
 import os
+import pwd
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
 from moe_core.bound import BoundExperts
+from moe_core.cli import tune
 from moe_core.cli.stopping import INTERRUPTED
 from moe_core.environment import probe_environment
 from moe_core.measurement_files import MeasurementFile
 from moe_core.measurement_sources import MeasurementWarning, user_file
-from moe_core.measurements import Time
+from moe_core.measurements import Time, shape_key
+from moe_core.planner import without_copies
 from moe_core.tuning import search
 from moe_core.tuning.layers import Batches
 from moe_core.tuning.search import DeviceLostError, LayerSearch
@@ -34,6 +38,34 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # One sample of a tiny layer tells nothing.
     monkeypatch.setattr(search, "HOPELESS", float("inf"))
     return user_file(probe_environment((), "cpu"))
+
+
+def test_plans_of_a_model_are_those_of_one_that_keeps_its_weights(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 32, "moe_intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    asked: list[str] = []
+
+    def spied(manager: Any, request: Any, environment: Any, table: Any) -> Any:
+        asked.append(shape_key(request))
+        return without_copies(manager, request, environment, table)
+
+    monkeypatch.setattr(tune, "without_copies", spied)
+    assert call("tune", "--model", str(tmp_path), *QUICK, "--tokens", "1")[0] == 0
+    assert asked == [SHAPE]
+    _tune(call, "--tokens", "1")
+    assert asked == [SHAPE]
+
+
+@pytest.mark.error_path
+def test_without_a_home_there_is_no_cache(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: SimpleNamespace(pw_dir=""))
+    monkeypatch.setenv("HOME", "")
+    code, _, err = _tune(call, "--tokens", "1")
+    assert (code, "there is no home folder for a cache (HOME is ''): say --output FILE, or" in err) == (2, True)
 
 
 def _tune(call: Call, *words: str) -> tuple[int, str, str]:
@@ -293,7 +325,7 @@ def test_resolve_with_a_file_and_with_none(call: Call, cache: Path, tmp_path: Pa
     machine = ("--environment", _environment(target))
     code, out, _ = call("resolve", *SIZES, *machine, "--measurements", str(target), "--explain")
     assert code == 0
-    assert "measurements  times.json: 6 times of 1 shape," in out
+    assert "measurements times.json: 6 times of 1 shape," in " ".join(out.split())
     _, out, _ = call("resolve", *SIZES, *machine, "--explain", "--no-measurements")
     assert "measured" not in out
 

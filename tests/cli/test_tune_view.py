@@ -45,11 +45,14 @@ def _show(view: TuneView, steps: Sequence[Step]) -> None:
 
 
 def _printed(
-    capsys: pytest.CaptureFixture[str], samples: Samples, names: Sequence[str] = ("few", "many")
+    capsys: pytest.CaptureFixture[str],
+    samples: Samples,
+    names: Sequence[str] = ("few", "many"),
+    keeps_weights: bool = False,
 ) -> tuple[str, str]:
     """Results and progress of one layer."""
     with TuneView(CPU, 1, list(samples), 0.0, math.inf) as view:
-        view.begin("a layer")
+        view.begin("a layer", keeps_weights)
         view.candidates([_full(name) for name in names])
         timings = {
             count: {_full(name): Timing(tuple(taken), "wall") for name, taken in of_count.items()}
@@ -144,11 +147,17 @@ def test_the_fastest_with_weights_in_another_layout_is_named_with_what_it_needs(
         "plan share one, and canonical costs less over all token counts; who prefers toy:other.standard gets it for "
         "all of them"
     )
+    out, _ = _printed(capsys, samples, ("few", "many", "other"), keeps_weights=True)
+    assert _note(out, "left out") == (
+        "3 is faster by 25% at T=1, 100% at T=4, and plans do not use it: it needs weight layout own, which would be a "
+        "copy beside the weights that the model keeps; who pins toy:other.standard gets it, and a layer of its own "
+        "(--shape) does by its times"
+    )
 
 
 def test_a_count_at_which_nothing_runs_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
     with TuneView(CPU, 1, [1, 2, 4], 0.0, math.inf) as view:
-        view.begin("a layer")
+        view.begin("a layer", False)
         view.candidates([_full("few"), _full("many")])
         fast = {1: {"few": 1.0, "many": 2.0}, 2: {}, 4: {"few": 2.0, "many": 1.0}}
         steps = [
@@ -169,7 +178,7 @@ def test_a_count_at_which_nothing_runs_is_passed_over(capsys: pytest.CaptureFixt
 def test_what_a_problem_means_for_plans(capsys: pytest.CaptureFixture[str]) -> None:
     names = [_full("few"), _full("many"), _full("other")]
     with TuneView(CPU, 1, [1], 0.0, math.inf) as view:
-        view.begin("a layer")
+        view.begin("a layer", False)
         view.candidates(names)
         problems = dict(zip(names, ("wrong", "wrong", "slow"), strict=True))
         _show(view, [Step(num_tokens=1, timings={}, problems=problems, wrong=frozenset(names[:2]))])
@@ -195,7 +204,7 @@ def test_what_is_done_is_told_where_nothing_else_was_for_a_while(
     now = [100.0]
     monkeypatch.setattr(tune_view.time, "monotonic", lambda: now[0])
     with TuneView(CPU, 1, [1], 0.0, 90.0) as view:
-        view.begin("a layer")
+        view.begin("a layer", False)
         view.tell("drawing weights")
         now[0] += 3
         view.tell("preparing weights for few")

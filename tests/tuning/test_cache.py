@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -191,6 +192,20 @@ def test_times_of_another_version_of_a_plugin_are_not_kept(tmp_path: Path) -> No
     recorder = Recorder(path, CPU, MANAGER)
     expect("times of other versions of other (other 0.9 there" in recorder.replaced, recorder.replaced)
     expect(recorder.num_times == 1)
+
+
+@pytest.mark.error_path
+def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    recorder = Recorder(folder / "times.json", CPU, MANAGER)
+    recorder.add("shape", 1, {A: Time(1.0)})
+    shutil.rmtree(folder)
+    recorder.add("shape", 2, {A: Time(2.0)})
+    expect(MeasurementFile.read(recorder.path).times == {"shape": {A: {1: Time(1.0), 2: Time(2.0)}}})
+    shutil.rmtree(folder)
+    folder.write_text("")
+    with pytest.raises(UnwrittenError, match=r"times\.json: cannot be written"):
+        recorder.add("shape", 4, {A: Time(4.0)})
 
 
 @pytest.mark.error_path

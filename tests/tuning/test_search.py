@@ -294,7 +294,8 @@ def test_what_cannot_be_searched(manager: BackendManager) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 16, "intermediate_size": 8}
     with pytest.raises(SpecError, match="cannot be measured on random weights"):
         LayerSearch(manager, LayerRequest(**sizes, activation=module), CPU)
-    with pytest.raises(ResolutionError, match="no backend combination fits this layer"):
+    message = r"no backend combination fits this layer: .*; moe-core resolve --explain"
+    with pytest.raises(ResolutionError, match=message):
         LayerSearch(manager, LayerRequest(**sizes, quant=W8A8_INT8), CPU)
 
 

@@ -140,10 +140,10 @@ _USUAL = "H100"
 
 
 def measured(operands: str, device_name: str, panels: bool = False) -> dict[float, TilePair]:
-    """The tiles for these operands on a device, by the card that its name holds; a GH200 is taken for an H200."""
+    """The tiles for these operands on a device, by the card that is a word of its name."""
     if panels:
         return MEASURED_IN_PANELS[operands]
-    card = next((card for card in MEASURED if card in device_name), _USUAL)
+    card = next((word for word in device_name.split() if word in MEASURED), _USUAL)
     return MEASURED[card][operands]
 
 

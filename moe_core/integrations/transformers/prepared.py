@@ -14,13 +14,11 @@ from moe_core.errors import InputError, PluginError, UnsupportedModelError, Weig
 from moe_core.integrations.transformers.layout import ExpertsLayout, borrow_weights, read_layout
 from moe_core.integrations.transformers.selfcheck import check_against_eager
 from moe_core.manager import BackendManager
-from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.payloads import TORCH_DTYPES, PreparedWeights, Tensor
 from moe_core.plan import MoEPlan
-from moe_core.planner import decide, make_plan
+from moe_core.planner import make_plan, without_copies
 from moe_core.request import LayerRequest
-from moe_core.vocabulary import CANONICAL
 from moe_core.weights.expected import check_weights
 
 
@@ -155,23 +153,11 @@ class Preparer:
         key = (layout.device_type, request, keeps_weights)
         if key not in self._planned:
             environment = self._environment(layout.device_type)
-            table = self._without_copies(request, environment) if keeps_weights else self.measurements
+            table = self.measurements
+            if keeps_weights:
+                table = without_copies(self.manager, request, environment, table)
             self._planned[key] = make_plan(self.manager, request, environment, table)
         return self._planned[key]
-
-    def _without_copies(self, request: LayerRequest, environment: Environment) -> MeasurementTable:
-        """The measured times without those for which weights that would be read as they lie would be there twice."""
-        table = self.measurements
-        if table is None:
-            table = default_measurements(environment, self.manager.versions())
-        if decide(self.manager, request, environment, MeasurementTable()).weight_layout != CANONICAL:
-            return table
-        return table.without(
-            f"{plugin.name}:{runner.short_name}"
-            for plugin in self.manager.specs()
-            for runner in plugin.runners
-            if runner.weight_layout != CANONICAL
-        )
 
     def _environment(self, device_type: str) -> Environment:
         given = self.environment
