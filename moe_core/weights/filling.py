@@ -181,6 +181,7 @@ _PUT: dict[str, Callable[[Filler, Tensor, Read], None]] = {
     "zero_point": Filler._put_zero_point,
     "global_scale": Filler._put_global_scale,
     "input_scale": Filler._put_input_scale,
+    "input_zero": lambda filler, values, read: content.check_offsets(values, read),
     "bias": Filler._put_bias,
     "zeros": lambda filler, values, read: content.check_offsets(values, read),
     "group_index": lambda filler, values, read: content.check_groups(values, read),

@@ -44,7 +44,8 @@ def weight(values: Tensor, read: Read, fill: Tensor | None) -> Tensor:
     rows, columns = _cuts(read)
     scheme = read.part.storage.scheme
     bits = scheme.weight_bits
-    if bits == 4 and read.tensor.packed == "columns" and fill is None and _is_even(columns):
+    in_order = read.tensor.packed == "columns" and not read.tensor.places
+    if bits == 4 and in_order and fill is None and _is_even(columns):
         stored = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         keep = columns.keep
         if isinstance(keep, slice):
@@ -125,7 +126,10 @@ def zero_point(values: Tensor, read: Read) -> Tensor:
         words = raised(values, bits) if read.tensor.lowered else values
         values = unpack(words, 0 if read.tensor.packed == "rows" else 1, bits, read.tensor.places)
     kept = columns.of(rows.of(values, 0), 1).to(torch.int16)
-    if read.tensor.unsigned:
+    if read.per > 1 and not read.tensor.unsigned:
+        # Two's complement of fewer bits than a byte has.
+        kept = kept ^ sign_bit(bits)
+    if read.per > 1 or read.tensor.unsigned:
         kept = kept - sign_bit(bits)
     return kept.to(torch.int8)
 

@@ -23,7 +23,7 @@ from moe_core.weights.storages import StoredTensor, allowed_dtypes, is_known, is
 _Cuts: TypeAlias = dict[tuple[StoredTensor, Band, torch.dtype], tuple[Cut, Cut] | None]
 
 #: Roles whose tensors are read whole: one or two values per expert, or one per channel.
-_WHOLE_ROLES = ("global_scale", "input_scale", "group_index")
+_WHOLE_ROLES = ("global_scale", "input_scale", "input_zero", "group_index")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -63,7 +63,7 @@ def is_scalar(tensor: StoredTensor, part: Part) -> bool:
     """Whether a tensor of a part is a number for each half or for the whole matrix."""
     if tensor.role in ("scale", "zero_point"):
         return part.storage.scheme.is_per_tensor
-    return tensor.role in ("global_scale", "input_scale")
+    return tensor.role in ("global_scale", "input_scale", "input_zero")
 
 
 @attrs.frozen(kw_only=True)

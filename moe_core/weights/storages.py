@@ -17,6 +17,7 @@ ROLES = (
     "zero_point",  # one per block
     "global_scale",  # one per expert and half
     "input_scale",  # one per expert
+    "input_zero",  # one per expert, must be zero: no scheme has zero points of activations
     "bias",  # one per row
     "zeros",  # one per block, must be zero: nothing reads it
     "group_index",  # which group each input channel belongs to: must be its position's
@@ -81,6 +82,22 @@ def _words(packed: str, *, lowered: bool = False, places: tuple[int, ...] = ()) 
     return weight, StoredTensor(role="scale", suffixes=("scales",), transposed=True), zeros
 
 
+def _quark_words(*, groups: bool, unsigned: bool, stage: str = "") -> tuple[StoredTensor, ...]:
+    """Words of 4-bit values: of `groups` as in `awq`, else along the rows; `stage` ends the names of scales."""
+    weight = StoredTensor(
+        role="weight",
+        suffixes=("weight", "qweight"),
+        transposed=groups,
+        packed="rows" if groups else "columns",
+        unsigned=unsigned,
+        places=AWQ_PLACES,
+        dtypes=_INT32,
+    )
+    zeros = attrs.evolve(weight, role="zero_point", suffixes=(f"weight_zero_point{stage}", "qzeros"), packed="rows")
+    scale = StoredTensor(role="scale", suffixes=(f"weight_scale{stage}", "scales"), transposed=groups)
+    return weight, scale, zeros
+
+
 #: Word of `STORAGES` -> its tensors; a bias may come with each.
 TENSORS: dict[str, tuple[StoredTensor, ...]] = {
     "plain": (_WEIGHT,),
@@ -89,8 +106,9 @@ TENSORS: dict[str, tuple[StoredTensor, ...]] = {
         _SCALE,
         StoredTensor(role="zero_point", suffixes=("weight_zero_point",), dtypes=(torch.int8,)),
         _INPUT,
+        StoredTensor(role="input_zero", suffixes=("input_zero_point",)),
     ),
-    "packed_fp4": (_PACKED_WEIGHT, _SCALE),
+    "packed_fp4": (_PACKED_WEIGHT, _SCALE, _INPUT),
     "compressed_tensors_packed": (
         StoredTensor(role="weight", suffixes=("weight_packed",), packed="columns", unsigned=True, dtypes=_INT32),
         _SCALE,
@@ -118,6 +136,21 @@ TENSORS: dict[str, tuple[StoredTensor, ...]] = {
     "gptq": (*_words("columns", lowered=True), _GROUPS),
     "gptq_v2": (*_words("columns"), _GROUPS),
     "awq": _words("rows", places=AWQ_PLACES),
+    "quark_int4": _quark_words(groups=True, unsigned=False),
+    "quark_int4_channel": _quark_words(groups=False, unsigned=False),
+    "quark_int4_fp8": (
+        *_quark_words(groups=False, unsigned=False, stage="_2"),
+        StoredTensor(role="global_scale", suffixes=("weight_scale",)),
+        _INPUT,
+    ),
+    "quark_nvfp4": (
+        attrs.evolve(_FP4, suffixes=("weight",)),
+        _SCALE,
+        StoredTensor(role="global_scale", suffixes=("weight_scale_2",)),
+        attrs.evolve(_INPUT, suffixes=("input_scale_2",)),
+    ),
+    "quark_uint4": _quark_words(groups=True, unsigned=True),
+    "quark_uint4_channel": _quark_words(groups=False, unsigned=True),
     "modelslim_w8a8": (_WEIGHT, _SCALE, _OFFSET),
     "modelslim_w4a8": (
         StoredTensor(role="weight", suffixes=("weight",), packed="rows", dtypes=(torch.int8,)),

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from quant_configs import CONFIGS
 
-from moe_core.quant import SCHEMES, STORAGES, QuantScheme, StoredLayer, StoredScheme, read_layer
+from moe_core.quant import PER_TENSOR, SCHEMES, STORAGES, QuantScheme, StoredLayer, StoredScheme, read_layer
 
 LAYER = "model.layers.{}.mlp.experts"
 MTP = "mtp.layers.{}.mlp.experts"
@@ -26,6 +26,19 @@ def _alike(scheme: QuantScheme | str, storage: str) -> StoredLayer:
 PLAIN = _alike("bf16", "plain")
 PACKED, CT_NVFP4, CT_MXFP4 = "compressed_tensors_packed", "compressed_tensors_nvfp4", "compressed_tensors_mxfp4"
 NVFP4 = _alike("nvfp4", "modelopt_nvfp4")
+
+STATIC_FP8 = {
+    "activation_dtype": "fp8",
+    "activation_scaling": "static",
+    "activation_group": PER_TENSOR,
+    "activation_scale": "fp32",
+}
+INT8_G32 = QuantScheme(weight_dtype="int8", weight_block=(1, 32), weight_scale="fp32")
+INT8_ASYM_G128 = attrs.evolve(SCHEMES["w8a16_int8_g128"], zero_point=True)
+FP8_CHANNEL_STATIC = attrs.evolve(SCHEMES["fp8_channel_w8a16"], **STATIC_FP8)
+MXFP4_FP8_STATIC = attrs.evolve(SCHEMES["mxfp4_w4a16"], **STATIC_FP8)
+INT8_TENSOR_STATIC = attrs.evolve(SCHEMES["fp8_tensor_static"], weight_dtype="int8", activation_dtype="int8")
+INT4_FP8 = attrs.evolve(SCHEMES["w4a16_int4"], global_scale=True, **{**STATIC_FP8, "activation_scaling": "dynamic"})
 
 #: Configuration -> module name, its number, and what is expected.
 EXPECTED: dict[str, list[tuple[str, int, StoredLayer]]] = {
@@ -91,6 +104,60 @@ EXPECTED: dict[str, list[tuple[str, int, StoredLayer]]] = {
         (MTP, 0, PLAIN),
     ],
     "awq_sym_g64": [("model.layers.{}.block_sparse_moe.experts", 0, _alike("w4a16_int4_g64", "awq"))],
+    "auto_round_gptq": [
+        (LAYER, 1, _alike("w4a16_int4_g128", "gptq")),
+        (LAYER, 2, StoredLayer(_stored("w4a16_int4_g128", "gptq"), _stored(INT8_G32, "gptq"))),
+        (LAYER, 3, PLAIN),
+        (LAYER, 4, _alike("w8a16_int8_g128", "gptq")),
+        (MTP, 0, PLAIN),
+    ],
+    "auto_round_asym": [
+        ("model.language_model.layers.{}.mlp.experts", 1, _alike("w4a16_int4_asym_g128", "gptq_v2")),
+        (LAYER, 1, _alike("w4a16_int4_asym_g128", "gptq_v2")),
+        ("model.visual.blocks.{}.mlp.experts", 1, PLAIN),
+    ],
+    "auto_round_awq_in_backend": [(LAYER, 1, _alike("w4a16_int4_asym_g128", "awq"))],
+    # Writers that subtracted one from zero points and said that they had not.
+    "auto_round_model_free_0_15": [(LAYER, 1, _alike("w4a16_int4_asym_g128", "gptq"))],
+    "auto_round_model_free_mixed": [
+        (LAYER, 1, StoredLayer(_stored("w4a16_int4_g128", "gptq"), _stored(INT8_ASYM_G128, "gptq_v2")))
+    ],
+    "auto_round_as_gptq": [
+        (LAYER, 0, _alike("w4a16_int4_g128", "gptq")),
+        (LAYER, 1, _alike(INT8_G32, "gptq")),
+    ],
+    "auto_round_as_awq": [(LAYER, 1, _alike("w4a16_int4_asym_g128", "awq"))],
+    "auto_round_mxfp4": [(LAYER, 1, _alike("mxfp4", CT_MXFP4))],
+    "auto_round_mxfp8": [(LAYER, 1, _alike("mxfp8", "scaled"))],
+    "auto_round_nvfp4": [(LAYER, 1, _alike("nvfp4", CT_NVFP4))],
+    "auto_round_fp8_static": [(LAYER, 1, _alike(FP8_CHANNEL_STATIC, "scaled"))],
+    "auto_round_fp8_block": [(LAYER, 1, _alike("fp8_block128", "scaled"))],
+    "auto_round_fp8_weight_only": [(LAYER, 1, _alike("fp8_tensor_w8a16", "scaled"))],
+    "quark_fp8_static": [(LAYER, 1, _alike("fp8_tensor_static", "scaled"))],
+    "quark_fp8_first_keys": [(LAYER, 1, _alike("fp8_tensor_w8a16", "scaled"))],
+    "quark_ptpc_fp8": [(LAYER, 1, _alike("fp8_channel", "scaled")), (LAYER, 5, PLAIN)],
+    "quark_fp8_block": [(LAYER, 1, _alike("fp8_block128", "scaled"))],
+    "quark_mxfp4": [
+        (LAYER, 1, _alike("mxfp4", "packed_fp4")),
+        (LAYER, 2, StoredLayer(_stored("mxfp4", "packed_fp4"), _stored("fp8_channel", "scaled"))),
+        (LAYER, 3, _alike("w8a8_int8", "scaled")),
+        (LAYER, 4, PLAIN),
+        (MTP, 0, _alike("mxfp4", "packed_fp4")),
+    ],
+    "quark_mxfp4_fp8": [(LAYER, 1, _alike(MXFP4_FP8_STATIC, "packed_fp4"))],
+    "quark_int8": [(LAYER, 1, _alike("w8a8_int8", "scaled"))],
+    "quark_int8_static": [(LAYER, 1, _alike(INT8_TENSOR_STATIC, "scaled"))],
+    "quark_int4": [(LAYER, 1, _alike("w4a16_int4_g128", "quark_int4"))],
+    "quark_uint4": [(LAYER, 1, _alike("w4a16_int4_asym_g128", "quark_uint4"))],
+    "quark_int4_channel": [(LAYER, 1, _alike("w4a16_int4", "quark_int4_channel"))],
+    "quark_uint4_channel": [
+        (LAYER, 1, _alike(attrs.evolve(SCHEMES["w4a16_int4"], zero_point=True), "quark_uint4_channel"))
+    ],
+    "quark_int4_fp8": [(LAYER, 1, _alike(INT4_FP8, "quark_int4_fp8"))],
+    "quark_as_awq": [(LAYER, 1, _alike("w4a16_int4_asym_g128", "awq"))],
+    "quark_as_awq_symmetric": [(LAYER, 1, _alike("w4a16_int4_g128", "quark_int4"))],
+    "quark_as_fp8": [(LAYER, 1, _alike("fp8_tensor_w8a16", "scaled"))],
+    "quark_nvfp4": [(LAYER, 1, _alike("nvfp4", "quark_nvfp4"))],
     "modelslim_description": [
         (LAYER, 0, _alike("w8a8_int8", "modelslim_w8a8")),
         (LAYER, 1, _alike("w4a8_int8", "modelslim_w4a8")),

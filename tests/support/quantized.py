@@ -37,7 +37,9 @@ from moe_core.payloads import Tensor
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
+    FP8_CHANNEL_W8A16,
     FP8_TENSOR_W8A16,
+    MXFP4_W4A16,
     NVFP4,
     NVFP4_W4A16,
     PER_TENSOR,
@@ -71,6 +73,7 @@ QUANTS: dict[str, LayerQuant] = {
         "fp8_row_weights": _weights("fp8", (1, WHOLE), "bf16"),
         "fp8_tensor_dynamic": _rounding(FP8_TENSOR_W8A16, "fp8", PER_TENSOR),
         "fp8_tile_ue8m0": _rounding(_weights("fp8", (32, 24), "e8m0"), "fp8", 24, "e8m0"),
+        "fp8_row_static": _rounding(FP8_CHANNEL_W8A16, "fp8", PER_TENSOR, how="static"),
         "int8_groups": _weights("int8", (1, 32)),
         "int8_row_static": _rounding(_weights("int8", (1, WHOLE)), "int8", PER_TENSOR, how="static"),
         "int8_row_zero": _rounding(_weights("int8", (1, WHOLE), zero_point=True), "int8", WHOLE),
@@ -80,6 +83,8 @@ QUANTS: dict[str, LayerQuant] = {
         "int4_row_zero": _weights("int4", (1, WHOLE), zero_point=True),
         "w4a8_groups": _rounding(W4A16_INT4_G32, "int8", WHOLE),
         "w4afp8": _rounding(W4A16_INT4_G32, "fp8", PER_TENSOR, how="static"),
+        "int4_row_global": _rounding(_weights("int4", (1, WHOLE), global_scale=True), "fp8", WHOLE),
+        "mxfp4_fp8_static": _rounding(MXFP4_W4A16, "fp8", PER_TENSOR, how="static"),
         "fp4_row_global": _weights("fp4", (1, WHOLE), global_scale=True),
         "nvfp4_w4a8": _rounding(NVFP4_W4A16, "fp8", WHOLE),
     }.items()

@@ -98,10 +98,14 @@ def scaled(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> 
         scale = _scales(g, grid(rows, columns, block), scheme.weight_scale)
         values = codes.double() * spread(meaning(scale), block, rows, columns)
     matrix = Matrix({"weight": weight, "weight_scale_inv": scale}, values)
+    _add_input_scale(g, matrix, scheme)
+    return matrix
+
+
+def _add_input_scale(g: torch.Generator, matrix: Matrix, scheme: QuantScheme) -> None:
     if scheme.activation_scaling == "static":
         matrix.input_scale = float(torch.rand((), generator=g) + 0.5)
         matrix.tensors["input_scale"] = torch.tensor(matrix.input_scale)
-    return matrix
 
 
 def _integers(
@@ -159,6 +163,40 @@ def awq(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Mat
     return Matrix(tensors, values)
 
 
+def quark(*, groups: bool, signed: bool) -> Writer:
+    """Words of codes as AWQ has them, or along K where an output has one scale; signed ones in two's complement."""
+
+    def write(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Matrix:
+        codes, scale, zeros, values = _integers(g, rows, columns, scheme)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        if signed:
+            codes, zeros = (codes - 8) % 16, (zeros - 8) % 16
+        if groups:
+            tensors = {
+                "weight": words(codes.T, 1, order=order),
+                "weight_zero_point": words(zeros.T, 1, order=order),
+                "weight_scale": scale.T.contiguous(),
+            }
+        else:
+            tensors = {
+                "weight": words(codes, 1, order=order),
+                "weight_zero_point": words(zeros.flatten(), 0, order=order),
+                "weight_scale": scale.flatten(),
+            }
+        return Matrix(tensors, values)
+
+    return write
+
+
+def quark_int4_fp8(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Matrix:
+    matrix = quark(groups=False, signed=True)(g, rows, columns, scheme)
+    outer = torch.rand((), generator=g) + 0.5
+    tensors = {"weight": matrix.tensors["weight"], "weight_scale": outer} | {
+        f"{suffix}_2": matrix.tensors[suffix] for suffix in ("weight_scale", "weight_zero_point")
+    }
+    return Matrix(tensors, matrix.values * outer.double())
+
+
 def _fp4(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> tuple[Tensor, Tensor, Tensor]:
     codes = _codes(g, rows, columns, 0, 15)
     scale = _scales(g, grid(rows, columns, scheme.weight_block), scheme.weight_scale)
@@ -182,7 +220,9 @@ def nvfp4(suffixes: tuple[str, str, str, str], divides: bool) -> Writer:
 def mxfp4(suffix: str) -> Writer:
     def write(g: torch.Generator, rows: int, columns: int, scheme: QuantScheme) -> Matrix:
         codes, scale, values = _fp4(g, rows, columns, scheme)
-        return Matrix({suffix: pairs(codes, 1), "weight_scale": scale}, values)
+        matrix = Matrix({suffix: pairs(codes, 1), "weight_scale": scale}, values)
+        _add_input_scale(g, matrix, scheme)
+        return matrix
 
     return write
 
@@ -219,6 +259,12 @@ WRITERS: dict[str, Writer] = {
     "gptq": gptq(1),
     "gptq_v2": gptq(0),
     "awq": awq,
+    "quark_int4": quark(groups=True, signed=True),
+    "quark_int4_channel": quark(groups=False, signed=True),
+    "quark_int4_fp8": quark_int4_fp8,
+    "quark_nvfp4": nvfp4(("weight", "weight_scale", "weight_scale_2", "input_scale_2"), divides=False),
+    "quark_uint4": quark(groups=True, signed=False),
+    "quark_uint4_channel": quark(groups=False, signed=False),
     "modelslim_w8a8": modelslim(8, packs=False),
     "modelslim_w4a8": modelslim(4, packs=True),
     "modelslim_w4a4": modelslim(4, packs=False),

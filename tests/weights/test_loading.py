@@ -36,6 +36,15 @@ INT8_TENSOR = attrs.evolve(INT8_ZEROS, weight_block=(WHOLE, WHOLE), zero_point=F
 INT8_TENSOR_ZERO = attrs.evolve(INT8_TENSOR, zero_point=True)
 INT4_TENSOR_ZERO = attrs.evolve(INT8_TENSOR_ZERO, weight_dtype="int4")
 INT8_ROW_ZERO = attrs.evolve(INT8_ZEROS, weight_block=(1, WHOLE))
+INT4_ROW = attrs.evolve(INT4_GROUPS, weight_block=(1, WHOLE))
+INT4_ROW_ZERO = attrs.evolve(INT4_ROW, zero_point=True)
+MXFP4_STATIC = attrs.evolve(
+    MXFP4_W4A16,
+    activation_dtype="fp8",
+    activation_scaling="static",
+    activation_group=0,
+    activation_scale="fp32",
+)
 
 CASES = [
     ("plain", BF16),
@@ -64,6 +73,14 @@ CASES = [
     ("gptq", INT4_ZEROS),
     ("gptq_v2", INT4_ZEROS),
     ("awq", INT4_ZEROS),
+    ("packed_fp4", MXFP4_STATIC),
+    ("quark_int4", INT4_GROUPS),
+    ("quark_int4", INT4_ZEROS),
+    ("quark_uint4", INT4_ZEROS),
+    ("quark_int4_channel", INT4_ROW),
+    ("quark_uint4_channel", INT4_ROW_ZERO),
+    ("quark_int4_fp8", attrs.evolve(INT4_ROW, global_scale=True)),
+    ("quark_nvfp4", NVFP4),
     ("modelslim_w8a8", W8A8_INT8),
     ("modelslim_w4a8", W4A8_INT8),
     ("modelslim_w4a4", W4A4_INT4),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_core.errors import SpecError
+from moe_core.quant.hf.auto_round import read_auto_round
 from moe_core.quant.hf.compressed_tensors import read_compressed_tensors
 from moe_core.quant.hf.fields import text
 from moe_core.quant.hf.fp8 import read_fp8, read_mxfp8
@@ -17,6 +18,7 @@ from moe_core.quant.hf.gptq_awq import read_awq, read_gptq
 from moe_core.quant.hf.modelopt import read_modelopt
 from moe_core.quant.hf.modelslim import is_description, read_modelslim
 from moe_core.quant.hf.mxfp4 import read_mxfp4
+from moe_core.quant.hf.quark import read_quark
 from moe_core.quant.hf.weight import Weight, experts_and_halves
 from moe_core.quant.stored import StoredLayer, StoredScheme
 
@@ -24,10 +26,13 @@ Reader = Callable[[Mapping[str, Any], Weight], StoredScheme]
 
 #: `quant_method` -> who reads it.
 READERS: dict[str, Reader] = {
+    "auto-round": read_auto_round,
+    "auto_round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "intel/auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "modelopt_fp8": read_modelopt,
@@ -35,6 +40,7 @@ READERS: dict[str, Reader] = {
     "modelslim": read_modelslim,
     "mxfp4": read_mxfp4,
     "mxfp8": read_mxfp8,
+    "quark": read_quark,
 }
 
 

@@ -61,7 +61,7 @@ def table(config: Mapping[str, Any], field: str, weight: Weight, content: str = 
     value = config.get(field)
     if value is None:
         return None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, Mapping) or not _are_all(str, value):
         raise weight.error(f"expected {field} to be {content}, got {value!r}")
     return value
 
@@ -69,7 +69,7 @@ def table(config: Mapping[str, Any], field: str, weight: Weight, content: str = 
 def tables(config: Mapping[str, Any], field: str, weight: Weight, content: str) -> Mapping[str, Mapping[str, Any]]:
     """A field that is a table of tables, empty if absent; raises `SpecError`, naming `content`, for anything else."""
     found = table(config, field, weight, content) or {}
-    if not all(isinstance(value, Mapping) for value in found.values()):
+    if not _are_all(Mapping, found.values()):
         raise weight.error(f"expected {field} to be {content}, got {dict(found)!r}")
     return found
 
@@ -81,7 +81,12 @@ def names_in(config: Mapping[str, Any], *fields: str, weight: Weight) -> tuple[s
         value = config.get(field)
         if value is None:
             continue
-        if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) and name for name in value):
+        if not isinstance(value, (list, tuple)) or not _are_all(str, value) or "" in value:
             raise weight.error(f"expected {field} to be a list of names, got {value!r}")
         names += value
     return tuple(names)
+
+
+def _are_all(kind: type, values: Iterable[object]) -> bool:
+    """Whether all values are of a type; lists and tables may have ten thousands, and every weight asks."""
+    return all(issubclass(found, kind) for found in set(map(type, values)))

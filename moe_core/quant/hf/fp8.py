@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown
 from moe_core.quant.hf.name_list import is_listed
+from moe_core.quant.hf.quark_export import check_export
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.known import MXFP8
 from moe_core.quant.scheme import PER_TENSOR, WHOLE
@@ -21,6 +22,7 @@ _USED = (
     "fmt",
     "scale_fmt",
     "expert_dtype",
+    "export",
 )
 #: What happens on loading, to other modules, or to the KV cache.
 _HARMLESS = (
@@ -38,16 +40,18 @@ def read_fp8(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """Blocks of `weight_block_size` with an activation scale per token and block width, or whole tensors without it.
 
     Dynamic activations of whole tensors have a scale per token, as in transformers; static ones one scale. Experts may
-    be packed e2m1 with scales per 32 instead (`expert_dtype: fp4`).
+    be packed e2m1 with scales per 32 instead (`expert_dtype: fp4`). Where AMD's Quark wrote the checkpoint, activations
+    are left alone without `activation_scheme`.
     """
     if _leaves_alone(config, weight):
         return weight.unquantized()
     block = _block(config, weight)
     scale = look_up(config, "scale_fmt", _SCALES, weight)
-    fields: dict[str, Any] = {"activation_dtype": "fp8", "activation_scale": scale}
-    dynamic = {"activation_scaling": "dynamic", "activation_group": block[1]}
-    static = {"activation_scaling": "static", "activation_group": PER_TENSOR}
-    fields |= look_up(config, "activation_scheme", {None: dynamic, "dynamic": dynamic, "static": static}, weight)
+    fp8 = {"activation_dtype": "fp8", "activation_scale": scale}
+    dynamic = {**fp8, "activation_scaling": "dynamic", "activation_group": block[1]}
+    static = {**fp8, "activation_scaling": "static", "activation_group": PER_TENSOR}
+    absent: dict[str, Any] = {} if check_export(config, weight) else dynamic
+    fields = look_up(config, "activation_scheme", {None: absent, "dynamic": dynamic, "static": static}, weight)
     experts = look_up(config, "expert_dtype", {None: "fp8", "fp8": "fp8", "fp4": "fp4"}, weight)
     if experts == "fp4":
         packed = weight.scheme(weight_dtype="fp4", weight_block=(1, 32), weight_scale=scale, **fields)
@@ -64,6 +68,7 @@ def read_mxfp8(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     look_up(config, "scale_fmt", {None: "e8m0", "ue8m0": "e8m0"}, weight)
     look_up(config, "activation_scheme", {None: "dynamic", "dynamic": "dynamic"}, weight)
     look_up(config, "expert_dtype", {None: "fp8", "fp8": "fp8"}, weight)
+    look_up(config, "export", {None: None}, weight)
     return StoredScheme(MXFP8, "scaled")
 
 

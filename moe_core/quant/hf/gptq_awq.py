@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moe_core.quant.hf.auto_round_scheme import DESCRIBING
 from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, text, whole_number
 from moe_core.quant.hf.name_list import is_listed, matches, names_all
+from moe_core.quant.hf.quark_export import check_export, check_order
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.scheme import WHOLE
 from moe_core.quant.stored import StoredScheme
@@ -31,17 +33,20 @@ _USED = (
     "modules_in_block_to_quantize",
     "pack_dtype",
     "is_marlin_format",
+    "data_type",
+    "export",
+    "pack_method",
 )
 #: How values were found, who wrote them, and which kernels somebody wants; the head of the model.
 _HARMLESS = (
+    *DESCRIBING,
+    "autoround_version",
     "act_group_aware",
     "backend",
-    "batch_size",
     "block_name_to_quantize",
     "cache_block_outputs",
     "damp_auto_increment",
     "damp_percent",
-    "dataset",
     "disable_exllama",
     "do_fuse",
     "exllama_config",
@@ -58,6 +63,7 @@ _HARMLESS = (
     "mse",
     "pad_token_id",
     "static_groups",
+    "to_quant_block_names",
     "tokenizer",
     "true_sequential",
     "uri",
@@ -74,12 +80,15 @@ _AWQ_STORAGES = {None: "awq", "gemm": "awq"}
 
 def read_gptq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """Symmetric unless `sym` says otherwise; reordered channels (`desc_act`) have no scheme."""
+    look_up(config, "export", {None: None}, weight)
     return _read(config, weight, _GPTQ_STORAGES, {4: "int4", 8: "int8"}, zero_point=False)
 
 
 def read_awq(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
-    """With zero points unless `zero_point` or `sym` say otherwise."""
-    return _read(config, weight, _AWQ_STORAGES, {4: "int4"}, zero_point=True)
+    """With zero points unless `zero_point` or `sym` say otherwise; without them AMD's Quark stores two's complement."""
+    stored = _read(config, weight, _AWQ_STORAGES, {4: "int4"}, zero_point=True)
+    is_signed = check_export(config, weight) and stored.storage == "awq" and not stored.scheme.zero_point
+    return StoredScheme(stored.scheme, "quark_int4") if is_signed else stored
 
 
 def _read(
@@ -99,7 +108,9 @@ def _read(
     config = {**config, **override}
     dtype = look_up(config, "bits" if "bits" in config else "w_bit", dtypes, weight)
     group = whole_number(config, "group_size" if "group_size" in config else "q_group_size", weight)
+    look_up(config, "data_type", dict.fromkeys((None, "int")), weight)
     look_up(config, "pack_dtype", dict.fromkeys((None, "int32")), weight)
+    check_order(config, weight)
     look_up(config, "is_marlin_format", dict.fromkeys((None, False)), weight)
     # One group per output has one scale, in whatever order its channels are.
     if look_up(config, "desc_act", {None: False, False: False, True: True}, weight) and group != WHOLE:

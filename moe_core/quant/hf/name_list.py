@@ -62,8 +62,8 @@ def names_all(weight: Weight, is_named: Callable[[str], bool], written: Iterable
     return bool(named)
 
 
-def _written(entry: str) -> frozenset[int]:
-    """Numbers in a text and those that begin with them, as `4[0-9]` means."""
+def numbers_in(entry: str) -> frozenset[int]:
+    """Numbers in a pattern and those that begin with them, as `4[0-9]` means: by these it may tell experts apart."""
     found = {int(digits) for digits in re.findall(r"\d+", entry) if len(digits) <= 4}
     return frozenset(found.union(*({number * 10 + last for last in range(10)} for number in found)))
 
@@ -88,7 +88,7 @@ class _Expression:
 
     @classmethod
     def of(cls, pattern: str) -> _Expression:
-        return cls(_expression(pattern), _beginning(pattern), _written(pattern))
+        return cls(_expression(pattern), _beginning(pattern), numbers_in(pattern))
 
     def may_mean_experts_of(self, module: str) -> bool:
         return self.beginning.startswith(f"{module}.") or f"{module}.".startswith(self.beginning)
