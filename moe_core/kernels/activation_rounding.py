@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from moe_core.errors import InputError
 from moe_core.kernels.number_formats import (
-    E2M1_MAX,
-    E4M3_MAX,
+    LARGEST_CODE,
     power_of_two_above,
     power_of_two_below,
     quotient,
@@ -22,9 +21,6 @@ from moe_core.kernels.number_formats import (
 )
 from moe_core.payloads import Tensor
 from moe_core.quant import PER_TENSOR, QuantScheme
-
-#: Largest code of each activation dtype.
-LARGEST = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
 
 
 @attrs.frozen(kw_only=True)
@@ -110,14 +106,14 @@ class ActivationRounder:
         else:
             by_group = input_scale[..., None]
             # A group's scale may round to zero; its values are then zero.
-            scale = round_to_e4m3(quotient(amax, LARGEST[self.dtype]) / by_group) * by_group
+            scale = round_to_e4m3(quotient(amax, LARGEST_CODE[self.dtype]) / by_group) * by_group
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
         if self.scale == "e8m0" and self.dtype == "fp4":
             # The exponent of the largest e2m1 value is 2.
             return power_of_two_below(amax) * 0.25
-        scale = quotient(amax, LARGEST[self.dtype])
+        scale = quotient(amax, LARGEST_CODE[self.dtype])
         if self.scale == "e8m0":
             return power_of_two_above(scale)
         if self.scale == "e4m3":
@@ -134,7 +130,7 @@ class ActivationRounder:
         if self.dtype == "int4" and values.device.type == "cpu":
             # A quotient in fp32 may be a tie where the exact one is none; of so few codes each counts.
             values = values.double()
-        largest = LARGEST[self.dtype]
+        largest = LARGEST_CODE[self.dtype]
         return (values / divisor).round_().clamp_(-largest - 1.0, largest).float()
 
 

@@ -25,6 +25,7 @@ class WeightReader:
         scale: fp32 `[rows, G]`, what multiplies each group of columns of the codes as they are read, or None.
         zero_point: fp32 `[rows, G]`, what is subtracted before, or None.
         group: Columns of one group; the last one of a row may be shorter.
+        unit: What codes are read in multiples of; `scale` makes up for it.
     """
 
     weight: Tensor
@@ -32,6 +33,7 @@ class WeightReader:
     scale: Tensor | None
     zero_point: Tensor | None
     group: int
+    unit: float = 1.0
 
     @classmethod
     def of(
@@ -47,11 +49,15 @@ class WeightReader:
             zero_point: int8 of the same shape (`[.., N, 1]` without `scale`), or None.
         """
         group = num_columns(weight, weight_dtype) if tile[1] == WHOLE else tile[1]
-        factors = None if scale is None else _by_row(scale_values(scale), weight.shape[-2], tile[0])
+        factors, unit = None if scale is None else scale_values(scale), 1.0
         if factors is not None and _reads_bits(weight, weight_dtype):
-            factors = factors * E4M3_BITS_UNIT
+            in_units = factors * E4M3_BITS_UNIT
+            # Of scales from 2**120 on the unit would make infinity.
+            if bool(in_units.isfinite().all()):
+                factors, unit = in_units, E4M3_BITS_UNIT
+        factors = None if factors is None else _by_row(factors, weight.shape[-2], tile[0])
         zeros = None if zero_point is None else _by_row(zero_point.float(), weight.shape[-2], tile[0])
-        return cls(weight.flatten(0, -2), weight_dtype, factors, zeros, group)
+        return cls(weight.flatten(0, -2), weight_dtype, factors, zeros, group, unit)
 
     def read(self, out: Tensor, first: int) -> None:
         """Weight rows `first ..` into fp32 `out [rows, C]` of any strides."""
@@ -60,7 +66,7 @@ class WeightReader:
         if WEIGHT_BITS[self.weight_dtype] == 4:
             _read_pairs(out, part, self.weight_dtype)
         elif _reads_bits(part, self.weight_dtype):
-            _read_e4m3(out, part, scaled=self.scale is not None)
+            _read_e4m3(out, part, self.unit)
         else:
             out.copy_(part)
         if self.zero_point is not None:
@@ -105,11 +111,11 @@ def _reads_bits(weight: Tensor, weight_dtype: str) -> bool:
     return weight_dtype == "fp8" and weight.device.type == "cpu"
 
 
-def _read_e4m3(out: Tensor, weight: Tensor, *, scaled: bool) -> None:
-    """In units of `E4M3_BITS_UNIT` where a scale follows that makes up for it."""
+def _read_e4m3(out: Tensor, weight: Tensor, unit: float) -> None:
+    """In multiples of `unit`, 1 or `E4M3_BITS_UNIT`."""
     if has_e4m3_nan(weight):
-        out.copy_(weight).mul_(1.0 / E4M3_BITS_UNIT if scaled else 1.0)
+        out.copy_(weight).div_(unit)
         return
     out.copy_(e4m3_bits(weight))
-    if not scaled:
+    if unit != E4M3_BITS_UNIT:
         out.mul_(E4M3_BITS_UNIT)

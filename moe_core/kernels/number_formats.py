@@ -14,6 +14,9 @@ from moe_core.payloads import Tensor
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+#: Word of an activation dtype -> its largest code, which the largest value of a group gets; integers have one below
+#: the negative of it besides.
+LARGEST_CODE = {"fp8": E4M3_MAX, "int8": 127.0, "int4": 7.0, "fp4": E2M1_MAX}
 #: What `e4m3_bits` are multiples of.
 E4M3_BITS_UNIT = 256.0
 

@@ -7,16 +7,16 @@ import torch
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.activation import activation_function
 from moe_core.kernels.activation_rounding import in_groups
-from moe_core.kernels.number_formats import E4M3_MAX, power_of_two_above, quotient, round_e4m3
+from moe_core.kernels.number_formats import LARGEST_CODE, power_of_two_above, quotient, round_e4m3
 from moe_core.kernels.real_rows import real_rows
-from moe_core.kernels.scale_layouts import PACKED_SCALES, code_format
+from moe_core.kernels.scale_layouts import CODE_DTYPES, PACKED_SCALES, code_format
 from moe_core.payloads import Tensor
 from moe_core.specs import TokenDtype
 
-#: Largest code of each dtype; a group's largest value gets it.
-CODE_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}
-#: Smallest code of each dtype; only values that a static scale does not cover get it.
-CODE_MIN = {torch.float8_e4m3fn: -E4M3_MAX, torch.int8: -128.0}
+#: Largest code of each dtype that codes are stored in.
+CODE_MAX = {dtype: LARGEST_CODE[word] for word, dtype in CODE_DTYPES.items()}
+#: Smallest code of each dtype; only values that a static scale does not cover get that of integers.
+CODE_MIN = {dtype: -largest - (0.0 if dtype.is_floating_point else 1.0) for dtype, largest in CODE_MAX.items()}
 
 
 def quantize(
@@ -54,9 +54,8 @@ def quantize(
 def _rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float8_e4m3fn:
         return round_e4m3(scaled)
-    largest = CODE_MAX[dtype]
     # NaN is in the scale; as an integer it would be anything.
-    return scaled.nan_to_num_().round_().clamp_(-largest - 1.0, largest).to(dtype)
+    return scaled.nan_to_num_().round_().clamp_(CODE_MIN[dtype], CODE_MAX[dtype]).to(dtype)
 
 
 def _packed(scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 _E4M3_FRACTION_BITS, _E4M3_MIN_EXPONENT = 3, -6
 _E2M1_FRACTION_BITS, _E2M1_MIN_EXPONENT = 1, 0
-_E8M0_BIAS = 127
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 def round_to_format(values: Tensor, fraction_bits: int, min_exponent: int, largest: float) -> Tensor:
@@ -69,9 +69,10 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
-    """Exponent bytes (or float8_e8m0fnu) -> powers of two."""
-    exponent = codes.view(torch.uint8).long() - _E8M0_BIAS
-    return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64, device=exponent.device), exponent)
+    """Exponent bytes (or float8_e8m0fnu) -> powers of two; byte 255 is NaN."""
+    exponent = codes.view(torch.uint8).long()
+    powers = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - _E8M0_BIAS)
+    return torch.where(exponent == _E8M0_NAN, math.nan, powers)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

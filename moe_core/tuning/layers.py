@@ -12,8 +12,7 @@ import attrs
 import torch
 
 from moe_core.errors import MoeCoreError
-from moe_core.kernels.activation_rounding import LARGEST
-from moe_core.kernels.number_formats import E4M3_MAX
+from moe_core.kernels.number_formats import E4M3_MAX, LARGEST_CODE
 from moe_core.payloads import TORCH_DTYPES, Tensor
 from moe_core.quant import QuantScheme
 from moe_core.request import LayerRequest
@@ -125,7 +124,7 @@ def _filler(name: str, expected: Expected, request: LayerRequest) -> _Filler:
         return lambda values, generator: values.fill_(step)
     if part == "input_scale":
         # NVFP4 has fp8 scales below the global one.
-        largest = LARGEST.get(scheme.activation_dtype, 1.0) * (E4M3_MAX if scheme.global_scale else 1.0)
+        largest = LARGEST_CODE.get(scheme.activation_dtype, 1.0) * (E4M3_MAX if scheme.global_scale else 1.0)
         return lambda values, generator: values.fill_(_CALIBRATED[projection] / largest)
     return lambda values, generator: _draw_scales(values, 1.0 if scheme.global_scale else step, generator)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from layers import random_tokens
 from oracle import activate, relative_error
-from quantized import QUANTS, exact_quantized, random_quantized
+from quantized import QUANTS, exact_quantized, random_quantized, rounding
 from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_layer
 
 from moe_core import LayerRequest, RawWeights
@@ -79,6 +79,19 @@ def test_scheme(name: str, a2a_backend: str) -> None:
     got = output(triton_layer(request, tensors), (hidden, ids, weights))
     tolerance = FP8_TOLERANCE if quant.w13.activation_dtype == "fp8" else TOLERANCE
     assert relative_error(got, exact_quantized((hidden, ids, weights), meaning)) < tolerance
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.contiguous"])
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "w8a8_int8", "fp8_tensor_static", "int8_row_static"])
+def test_nan_stays_in_its_token_and_is_not_lost(name: str, a2a_backend: str) -> None:
+    request = _request(SCHEMES[name], a2a_backend=a2a_backend)
+    hidden, ids, weights = random_tokens(request, 3)[0], torch.tensor([[0, 2], [1, 0], [2, 1]]), torch.ones(3, 2)
+    layer = triton_layer(request, random_quantized(request)[0])
+    clean = output(layer, (hidden, ids, weights))
+    hidden[1, 7] = torch.nan
+    got = output(layer, (hidden, ids, weights))
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], clean[[0, 2]])
 
 
 @pytest.mark.parametrize("module", [False, True])
@@ -161,3 +174,35 @@ def test_scales_of_int4_that_its_kernels_do_not_take(name: str, size: float, is_
         triton_layer(request, dict(tensors))
     with nullcontext() if is_taken else pytest.raises(WeightsError, match=f"{name}: up to .*below 8.11e\\+31"):
         layer.load_weights(RawWeights(tensors={key: tensor.to(DEVICE) for key, tensor in tensors.items()}))
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.masked"])
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "w8a8_int8", "int8_row_static"])
+def test_what_is_between_the_projections_may_exceed_fp16(name: str, a2a_backend: str) -> None:
+    request = _request(SCHEMES[name], dtype="fp16", a2a_backend=a2a_backend)
+    tensors, meaning = random_quantized(request)
+    for part, factor in (("w13_scale", 2.0**9), ("w2_scale", 2.0**-18)):
+        tensors[part] *= factor
+        meaning[part.partition("_")[0]] *= factor
+    if "w2_input_scale" in tensors:
+        tensors["w2_input_scale"] *= 2.0**18
+        meaning["round_w2"] = rounding(request.quant.w2, tensors["w2_input_scale"])
+    hidden, ids, weights = random_tokens(request, 3)[0], torch.tensor([[0, 2], [1, 0], [2, 1]]), torch.ones(3, 2)
+    first = meaning["w13"][0] @ hidden[0].double()
+    assert activate(first[None], SWIGLU).abs().max() > 2 * torch.finfo(torch.float16).max
+    got = output(triton_layer(request, tensors), (hidden, ids, weights))
+    tolerance = FP8_TOLERANCE if request.quant.w13.activation_dtype == "fp8" else TOLERANCE
+    assert relative_error(got, exact_quantized((hidden, ids, weights), meaning)) < tolerance
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("name", ["mxfp4_w4a16", "w4a16_int4_g32", "int8_groups", "mxfp8_w8a16"])
+def test_weights_that_fp16_does_not_hold(name: str) -> None:
+    request = _request(QUANTS[name], dtype="fp16")
+    tensors = random_quantized(request)[0]
+    triton_layer(request, dict(tensors))
+    scale = tensors["w2_scale"].clone()
+    scale[1, 2, 0] = 127 + 15 if scale.dtype == torch.uint8 else 2.0**15
+    with pytest.raises(WeightsError, match=r"w2: values up to .* in fp16, which ends at 65504"):
+        triton_layer(request, {**tensors, "w2_scale": scale})
+    triton_layer(attrs.evolve(request, dtype="bf16"), {**tensors, "w2_scale": scale})

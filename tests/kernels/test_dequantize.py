@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from reference_moe import decode_e2m1, decode_e4m3fn, decode_e8m0, int4_values, unpack_nibbles
@@ -87,3 +89,17 @@ def test_a_stored_nan_beside_scales_changes_no_other_number() -> None:
     linear.reader(0).read(out, 0)
     want = decode_e4m3fn(weight[0].view(torch.uint8)) / 4
     assert torch.equal(out.double().nan_to_num(77), want.nan_to_num(77))
+
+
+@pytest.mark.parametrize("size", [2.0**119, 2.0**120, 1.9 * 2.0**127, 2.0**-126, 2.0**-149, 0.0, -0.75, math.inf])
+@pytest.mark.parametrize("word", ["fp8", "fp4", "int8", "int4"])
+def test_scales_of_any_size(word: str, size: float) -> None:
+    codes = {"fp8": [0x38, 0xB0, 0x30, 0x08], "int8": [1, -1, 1, 0], "fp4": [0x21, 0x91], "int4": [0x1F, 0xF1]}[word]
+    weight = torch.tensor(codes, dtype=torch.uint8 if word != "int8" else torch.int8)[None, None]
+    weight = weight.view(torch.float8_e4m3fn) if word == "fp8" else weight
+    # The largest first: one of them must not change what the other means.
+    linear = StoredLinear(weight=weight, weight_dtype=word, tile=(1, 2), scale=torch.tensor([[[size, 0.5]]]))
+    out = torch.empty(1, 4)
+    linear.reader(0).read(out, 0)
+    want = _decoded(weight[0], word) * torch.tensor([size, size, 0.5, 0.5]).double()
+    torch.testing.assert_close(out, want.float(), rtol=0, atol=0)

@@ -31,7 +31,16 @@ from moe_core.kernels.triton.peer.layout import PeerLayout
 from moe_core.kernels.triton.sort import sort_slots
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import GroupedWeight
-from moe_core.quant import BF16, FP8_BLOCK128, MXFP4_W4A16, MXFP8_W8A16, W4A16_INT4_G128, W8A8_INT8, W8A16_INT8
+from moe_core.quant import (
+    BF16,
+    FP8_BLOCK128,
+    MXFP4_W4A16,
+    MXFP8_W8A16,
+    PER_TENSOR,
+    W4A16_INT4_G128,
+    W8A8_INT8,
+    W8A16_INT8,
+)
 from moe_core.specs import TokenDtype
 from moe_core.weights.expected import expected_tensors
 
@@ -40,6 +49,7 @@ LAYERS = {
     BF16: (1, 5, 150, 900),
     FP8_BLOCK128: (5, 150),
     W8A8_INT8: (150,),
+    attrs.evolve(W8A8_INT8, activation_scaling="static", activation_group=PER_TENSOR): (5,),
     W8A16_INT8: (32, 64),
     MXFP8_W8A16: (32,),
     MXFP4_W4A16: (5,),
@@ -92,7 +102,8 @@ def main(capability: int) -> None:
         )
         layer = MoELayer(request, environment=load_environment("h100"), manager=both_manager())
         shapes = expected_tensors(request, 4)
-        layer.load_weights(RawWeights(tensors={n: torch.zeros(e.shape, dtype=e.dtypes[0]) for n, e in shapes.items()}))
+        # Input scales of zero are refused.
+        layer.load_weights(RawWeights(tensors={n: torch.ones(e.shape).to(e.dtypes[0]) for n, e in shapes.items()}))
         for count in token_counts:
             layer(*random_tokens(request, count))
     _bytes()

@@ -58,6 +58,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
     # In the other formats the dispatcher applies the weights, on whichever side.
     weight_on_input = request.weight_on_input and format_ in ("standard", "fused")
     dtype = TORCH_DTYPES[request.dtype]
+    row_dtype = torch.float32 if request.dtype == "fp16" else dtype
     # Nobody has looked at the ids before a fused runner; on a GPU its first kernel does.
     is_unchecked = format_ == "fused"
     table = _tile_table(request, device, w13, w2)
@@ -75,7 +76,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
             w13.weight,
             activation=activation,
             row_group=w13.group,
-            rounded_from=dtype,
+            rounded_from=row_dtype,
             rounded_group=0 if activation is None else w2.rounded_group,
         ),
         second=gemm(w2.weight, row_group=w2.group),
@@ -84,7 +85,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
         post_norm=_without_gradients(weights.post_norm),
         weight_on_input=weight_on_input,
         dtype=dtype,
-        row_dtype=torch.float32 if request.dtype == "fp16" else dtype,
+        row_dtype=row_dtype,
         check_on_host=is_unchecked and is_cpu,
         check_on_device=is_unchecked and not is_cpu,
         pdl=device.pdl,
@@ -141,7 +142,8 @@ class TritonExperts:
         post_norm: `[rows, H] -> [rows, H]` after the second projection, or None.
         weight_on_input: The router weight multiplies the input of the first projection; then not the output.
         dtype: Of the layer.
-        row_dtype: Of the rows before they are summed; wider than fp16, whose largest number they may exceed.
+        row_dtype: Of rows before they are summed, or rounded to codes; wider than fp16, whose largest number they may
+            exceed.
         check_on_host: Whether ids are checked before any launch, which reads them.
         check_on_device: Whether the first launch checks them.
         pdl: Whether a launch may start before the one in front of it has ended.
@@ -236,7 +238,8 @@ class TritonExperts:
         )
         gather: dict[str, Any] = {} if slots is None else {"order": slots.order, "top_k": slots.row_map.shape[1]}
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
-        inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else self.dtype)
+        floats = self.dtype if self.w2.rounds_to is None else self.row_dtype
+        inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else floats)
         inside_scale = self.w2.new_scale(inside) if rounds else None
         before_rounding, awaited = self._awaited(pair)
         counts = before_rounding > 0

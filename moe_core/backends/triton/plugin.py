@@ -138,7 +138,7 @@ def process_weights_after_loading(plan: MoEPlan, weights: RawWeights, out: Prepa
     """Canonical weights are read as they are; panels are copies."""
     from moe_core.backends.triton.weights import check_scales
 
-    check_scales(weights.tensors, plan.request.local_quant)
+    check_scales(weights.tensors, plan.request.local_quant, plan.request.dtype)
     if plan.weight_layout == _PANELS:
         from moe_core.backends.triton.panels import prepare
     else:

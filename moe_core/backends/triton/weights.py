@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from moe_core.errors import WeightsError
+from moe_core.kernels.number_formats import E2M1_MAX, E4M3_MAX, scale_values
 from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.quantize import programs_per_tile, quantize_rows
 from moe_core.kernels.triton.sort import RowTiles
@@ -17,6 +18,8 @@ from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 
 _PACKING = {"int4": "int4", "fp4": "e2m1"}
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+#: Largest size of a stored code.
+_LARGEST_CODES = {"fp8": E4M3_MAX, "int8": 128.0, "int4": 8.0, "fp4": E2M1_MAX}
 
 
 @attrs.frozen(eq=False)
@@ -86,17 +89,36 @@ def projection(weights: PreparedWeights, name: str, scheme: QuantScheme) -> Proj
     )
 
 
-def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant) -> None:
-    """Raise `WeightsError` where canonical `tensors` have scales inside rows that are too large for their kernels."""
+def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant, dtype: str) -> None:
+    """Raise `WeightsError` where canonical `tensors` have scales inside rows that are too large for their kernels.
+
+    Args:
+        tensors: The weights.
+        quant: Their schemes.
+        dtype: Word of the layer's dtype, in which weights are multiplied by float rows.
+    """
     for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
-        if scheme.weight_dtype != "int4" or scheme.scales_whole_rows:
+        if not scheme.is_quantized or scheme.scales_whole_rows:
             continue
-        scale = tensors[f"{name}_scale"]
-        if bool((scale.abs() >= INT4_SCALE_LIMIT).any()):
+        scale = scale_values(tensors[f"{name}_scale"])
+        if scheme.weight_dtype == "int4" and bool((scale.abs() >= INT4_SCALE_LIMIT).any()):
             raise WeightsError(
-                f"{name}_scale: up to {float(scale.float().abs().amax()):.3g}, and runner triton multiplies int4 by "
+                f"{name}_scale: up to {float(scale.abs().amax()):.3g}, and runner triton multiplies int4 by "
                 f"scales below {INT4_SCALE_LIMIT:.3g}; check the checkpoint, or choose runner torch"
             )
+        if dtype == "fp16" and scheme.activation_dtype == "same":
+            _check_values(name, scheme, scale, tensors.get(f"{name}_zero_point"))
+
+
+def _check_values(name: str, scheme: QuantScheme, scale: Tensor, zero_point: Tensor | None) -> None:
+    """Raise `WeightsError` where a code times its scale may be more than fp16 holds."""
+    codes = _LARGEST_CODES[scheme.weight_dtype] + (0 if zero_point is None else zero_point.abs().float())
+    largest = float((scale.abs() * codes).nan_to_num(0.0, posinf=torch.inf).amax()) if scale.numel() else 0.0
+    if largest > torch.finfo(torch.float16).max:
+        raise WeightsError(
+            f"{name}: values up to {largest:.3g}, and runner triton multiplies the weights of an fp16 layer in fp16, "
+            "which ends at 65504; choose a bf16 layer or runner torch"
+        )
 
 
 def operands_of(w13: QuantScheme, w2: QuantScheme) -> str:

@@ -67,7 +67,8 @@ def _constants(spec: ActivationSpec, masked: bool, block: int) -> tuple[dict[str
 def _times_sigmoid(x, z):
     """`x * sigmoid(z)`, to some units in the last place of fp32; 0 where the logistic function is below 2**-126."""
     if INTERPRETED:
-        return x * tl.sigmoid(z)
+        # NumPy warns of exponentials that overflow.
+        return x * tl.where(z < -87.0, 0.0, tl.sigmoid(tl.maximum(z, -87.0)))
     # Exponentials and quotients that look out for numbers below those bounds take three times as many instructions.
     return libdevice.fast_dividef(x, 1.0 + libdevice.fast_expf(-z))
 

@@ -15,20 +15,34 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 def as_operand(x):
     """`x` as an operand of `tl.dot`: the interpreter keeps bf16 as bit patterns and would multiply those."""
     if INTERPRETED and x.dtype.is_floating():
-        x = x.to(tl.float32)
+        x = wide(x)
     return x
 
 
 @triton.jit
+def wide(x):
+    """`x` in fp32; the interpreter loses bf16's numbers below the normal ones, and makes numbers of NaN in fp8."""
+    values = x.to(tl.float32)
+    if INTERPRETED:
+        if tl.bfloat16 == x.dtype:
+            values = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        elif tl.float8e4nv == x.dtype:
+            values = tl.where((x.to(tl.int8, bitcast=True) & 127) == 127, float("nan"), values)
+    return values
+
+
+@triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """fp32 `x` in `DTYPE`, rounded half to even; the interpreter cuts bf16 off and loses the carry of fp8."""
+    """fp32 `x` in `DTYPE`, rounded half to even; the interpreter cuts bf16 off, and loses carry and NaN of fp8."""
     if INTERPRETED:
         if tl.bfloat16 == DTYPE:
-            x = _keep_bits(x, 16)
+            bits = _keep_bits(x, 16).to(tl.int32, bitcast=True) >> 16
+            x = tl.where(x == x, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
         elif tl.float8e4nv == DTYPE:
             # Below 2**-6 the steps are 2**-9; adding and taking away 1.5 * 2**23 leaves whole steps.
             steps = (x * 512.0 + 12582912.0) - 12582912.0
-            x = tl.where(tl.abs(x) < 0.015625, steps * 0.001953125, _keep_bits(x, 20))
+            codes = tl.where(tl.abs(x) < 0.015625, steps * 0.001953125, _keep_bits(x, 20)).to(DTYPE)
+            x = tl.where(x == x, codes.to(tl.int8, bitcast=True), 127).to(DTYPE, bitcast=True)
     return x.to(DTYPE)
 
 

@@ -295,6 +295,10 @@ def _quantize_rows(
                     scale = power_of_two_above(scale)
             else:
                 scale = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(static_scale + expert)
+                if codes.dtype.element_ty == tl.int8:
+                    # Integers cannot hold NaN: it goes into the scale, as where that follows from the values.
+                    found = dynamic_scale(value, CODE_MAX)
+                    scale = tl.where(found == found, scale, found)
             code = codes_of(value, scale, CODE_MIN, CODE_MAX, codes.dtype.element_ty)
             if PDL == "write":
                 tl.extra.cuda.gdc_wait()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
+from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow, wide
 from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
@@ -203,11 +203,13 @@ def _woven(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _scale_values(raw):
-    """Scales in fp32; bytes are exponents (e8m0), the smallest of which fp32 writes without one."""
+    """Scales in fp32; bytes are exponents (e8m0)."""
     if raw.dtype == tl.uint8:
         exponent = raw.to(tl.int32)
-        return tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
-    return raw.to(tl.float32)
+        # A fraction bit makes 2**-127 of exponent 0 and NaN of 255; without it they would be zero and infinity.
+        fraction = tl.where(((exponent + 1) & 254) == 0, 0x00400000, 0)
+        return (exponent << 23 | fraction).to(tl.float32, bitcast=True)
+    return wide(raw)
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def _floats(codes):
     if tl.int8 == codes.dtype:
         # The last bits of 1.5 * 2**23.
         return (codes.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
-    return codes.to(tl.float32)
+    return wide(codes)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.sort import group_tiles
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import INT4_SCALE_LIMIT, GroupedWeight
+from moe_core.testing.formats import decode
 
 EXPERTS, OUTPUTS = 2, 24
 #: A program per expert; more take the interpreter longer.
@@ -56,12 +57,12 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
 
 def _brought_out(weight: GroupedWeight, tile: Tile) -> torch.Tensor:
     """`[L, N, C]` as a product sees them."""
-    inputs = weight.num_inputs
-    rows = torch.eye(inputs, dtype=torch.bfloat16).repeat(EXPERTS, 1).to(DEVICE)
-    counts = torch.full((EXPERTS,), inputs, dtype=torch.int32, device=DEVICE)
+    experts, outputs, inputs = weight.data.shape[0], weight.num_rows, weight.num_inputs
+    rows = torch.eye(inputs, dtype=torch.bfloat16).repeat(experts, 1).to(DEVICE)
+    counts = torch.full((experts,), inputs, dtype=torch.int32, device=DEVICE)
     tiles = group_tiles(counts, len(rows), tile.m, group_ends=counts.cumsum(0, dtype=torch.int32))
-    out = torch.full((len(rows), OUTPUTS), torch.nan, device=DEVICE)
-    return GroupedGemm(weight)(rows, tiles, out, tile).cpu().view(EXPERTS, inputs, OUTPUTS).mT
+    out = torch.full((len(rows), outputs), torch.nan, device=DEVICE)
+    return GroupedGemm(weight)(rows, tiles, out, tile).cpu().view(experts, inputs, outputs).mT
 
 
 def _are_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -102,8 +103,7 @@ def test_scales(packing: str, kind: str, group: int) -> None:
 @pytest.mark.parametrize("packing", VALUES)
 def test_every_size_of_a_scale(packing: str, dtype: torch.dtype) -> None:
     inputs, group, info = 256, 8, torch.finfo(dtype)
-    # Triton's interpreter takes what is below bf16's normal numbers for zero.
-    least = info.smallest_normal * (1.0 if dtype == torch.bfloat16 and DEVICE == "cpu" else info.eps)
+    least = info.smallest_normal * info.eps
     # Products are finite.
     largest = min(info.max / 256.0, INT4_SCALE_LIMIT * (1.0 - info.eps)) if packing == "int4" else info.max / 8.0
     sizes = torch.exp2(torch.arange(math.log2(least), math.log2(largest), dtype=torch.float64))
@@ -119,6 +119,26 @@ def test_every_size_of_a_scale(packing: str, dtype: torch.dtype) -> None:
         want -= _spread(zero, group, inputs)
     want = (want * _spread(scale, group, inputs)).float().bfloat16()
     assert _are_equal(_brought_out(weight, TILE), want)
+
+
+@pytest.mark.parametrize("packing", [*VALUES, "plain"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_every_byte_of_a_scale(dtype: torch.dtype, packing: str) -> None:
+    inputs, group = 32, 16
+    stored = torch.arange(256)
+    if packing == "int4" and dtype == torch.uint8:
+        # Those that it takes, and NaN.
+        stored[stored >= 127 + math.log2(INT4_SCALE_LIMIT)] = 255
+    scale = stored.to(torch.uint8).view(dtype)[None, :, None].expand(1, 256, inputs // group)
+    # A row has one scale, so that the products of a NaN stay in its row.
+    codes = torch.ones(1, 256, inputs, dtype=torch.int8)
+    data = codes if packing == "plain" else _packed(codes)
+    weight = GroupedWeight(data=data.to(DEVICE), packing=packing, scale=scale.to(DEVICE), block=(1, group))
+    got = _brought_out(weight, TILE)
+    values = decode(scale.contiguous(), "e8m0" if dtype == torch.uint8 else "e4m3")
+    want = values.repeat_interleave(group, dim=2).mul(0.5 if packing == "e2m1" else 1.0)
+    assert want.isnan().any(dim=2).sum() == (stored == 255).sum() + (dtype != torch.uint8)
+    torch.testing.assert_close(got, want.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("group", [0, 16])
