@@ -52,18 +52,21 @@ CELLS = (
 #: Name of a scheme -> what both projections multiply.
 OPERANDS = {"bf16": "half", "fp8_block128": "byte", "w8a8_int8": "byte"}
 FUSED = "triton.fused"
-#: Sums that a warp can keep in registers.
-_MOST_SUMS = 64 * 64
+#: Most sums that a warp keeps in registers.
+_MOST_SUMS_OF_WARP = 64 * 64
 #: Kilobytes that a program takes of a multiprocessor's shared memory beside its steps, and those of all programs.
 _BESIDE, _SHARED = 2, 228
 
 
 def candidates(operands: str, m: int, halves: int, panels: bool) -> Iterator[Tile]:
-    """Tiles of `m` rows: steps of some sizes, as many in flight as leave room for one to four programs."""
+    """Tiles of `m` token rows and some weight rows: steps of some sizes, as many in flight as leave room for programs.
+
+    `halves` is 2 where gate and up are in one tile, else 1; a multiprocessor has one to four programs.
+    """
     value = 2 if operands == "half" else 1
     steps = (ROW_BYTES // value,) if panels or operands != "half" else (64, 128, 256)
     for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8)):
-        if m * rows > _MOST_SUMS * warps:
+        if m * rows > _MOST_SUMS_OF_WARP * warps:
             continue
         for k in steps if m < 64 else steps[:2]:
             step = k * value * (m + rows)

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from moe_core.agreement import Compared, check_agreement, check_token_scale, telling_other_ranks
-from moe_core.errors import InputError, MoeCoreError, PluginError, is_interrupt, told
+from moe_core.errors import InputError, MoeCoreError, PluginError, in_words, is_interrupt
 from moe_core.kernels.checks import check_tokens
 from moe_core.kernels.slots import slot_map
 from moe_core.manager import BackendManager
@@ -29,6 +29,9 @@ from moe_core.payloads import (
 )
 from moe_core.plan import MoEPlan, Route, RouteTable
 from moe_core.plugin_frames import name_origin, note
+
+#: What a plugin's function would have given, had it been called.
+_NOT_REACHED: Any = object()
 
 
 def check_reload(plan: MoEPlan, weights: RawWeights, group: ExpertGroup) -> None:
@@ -168,6 +171,7 @@ class BoundExperts:
             )
         if self._slots is not None:
             topk_ids = self._slots(topk_ids)
+        dispatched = rows = _NOT_REACHED
         # Until something is raised, a `try` costs nothing.
         try:
             if bound.fused is not None:
@@ -186,8 +190,8 @@ class BoundExperts:
             rows = bound.experts(dispatched)  # type: ignore[misc]
             return bound.combine(rows, handle)  # type: ignore[misc]
         except BaseException as error:
-            ran, there = bound.route.candidate.full_name, locals()
-            if "rows" in there:
+            ran = bound.route.candidate.full_name
+            if rows is not _NOT_REACHED:
                 ran += _other_rows(rows, dispatched, hidden_states.shape[1])
             name_origin(error, self.plugins, ran)
             raise
@@ -245,7 +249,7 @@ def _bind(
         # As where a hook is called.
         if is_interrupt(error):
             raise
-        raise PluginError(f"{where}: {told(error)}; expected (dispatch, combine)") from error
+        raise PluginError(f"{where}: {in_words(error)}; expected (dispatch, combine)") from error
     if len(functions) not in (2, 3) or not all(map(callable, functions)):
         found = ", ".join(type(function).__name__ for function in functions)
         raise PluginError(f"{where}: expected (dispatch, combine), perhaps with send, got ({found})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TypeAlias
 
 import attrs
 
@@ -35,6 +36,9 @@ class DeclaredRunner:
         return f"{self.plugin}:{self.spec.short_name}"
 
 
+DeclaredSpec: TypeAlias = DeclaredDispatcher | DeclaredRunner
+
+
 @attrs.frozen
 class Candidate:
     """A dispatcher and a runner that fit each other; a fused runner stands alone (`dispatcher` is None)."""
@@ -65,14 +69,14 @@ class Candidate:
         return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def answers_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:
+def answers_to(name: str, declared: DeclaredSpec) -> bool:
     """Whether `name` (bare, `name.mode`, `plugin:name` or full) means this spec: what a pin may say."""
     spec = declared.spec
     plugin, colon, rest = name.rpartition(":")
     return rest in (spec.name, spec.short_name) and (not colon or plugin == declared.plugin)
 
 
-def belongs_to(name: str, declared: DeclaredDispatcher | DeclaredRunner) -> bool:
+def belongs_to(name: str, declared: DeclaredSpec) -> bool:
     """Whether `name` means this spec, its plugin or a fused runner's a2a backend: what prefer and exclude may say."""
     a2a = declared.spec.a2a if isinstance(declared, DeclaredRunner) else None
     return name in (declared.plugin, a2a) or answers_to(name, declared)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 import attrs
 
-from moe_core.errors import PluginError, UnknownNameError, harmless, is_interrupt, told
+from moe_core.errors import PluginError, UnknownNameError, harmless, in_words, is_interrupt
 from moe_core.hookspecs import ENTRY_POINT_GROUP
 
 #: Letters of what metadata says that are kept.
@@ -84,7 +84,7 @@ class Failed:
 
     def __str__(self) -> str:
         """One line: class and text of the error."""
-        return " ".join(told(self.error).split())
+        return " ".join(in_words(self.error).split())
 
 
 #: A plugin module needs neither torch nor a kernel library; one that takes longer to import is noticed.

@@ -86,7 +86,7 @@ def is_interrupt(error: BaseException) -> bool:
 _MOST_TOLD = 1000
 
 
-def told(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """`Class: text` of a foreign error without control characters, also where its text cannot be read or is none.
 
     Of memory that ran out, what `out_of_memory` says.

@@ -24,11 +24,13 @@ FUSED = ("gate_up_proj", "w13", "input_linear")
 INTERLEAVED = ("w13",)
 
 _LEAF = "|".join(sorted({*FUSED, *(leaf for leaves in PROJECTIONS.values() for leaf in leaves)}, key=len, reverse=True))
+#: What counts layers and experts; of more digits Python itself makes no number at some point.
+_NUMBER = r"\d{1,9}"
 # Nearly all families call the module `experts`. In the others a dense block may have the same name and projections, so
 # that only what cannot be dense counts: numbered experts, and names that are used for stacked ones alone.
 _EXPERT = re.compile(
-    rf"(?P<module>(?:.+\.)?experts)\.(?:(?P<expert>\d+)\.)?(?P<leaf>{_LEAF})(?:[._](?P<rest>.+))?"
-    rf"|(?P<block>.+\.(?:block_sparse_moe|mlp|moe))\.(?:(?P<number>\d+)\.(?P<of_one>{_LEAF})"
+    rf"(?P<module>(?:.+\.)?experts)\.(?:(?P<expert>{_NUMBER})\.)?(?P<leaf>{_LEAF})(?:[._](?P<rest>.+))?"
+    rf"|(?P<block>.+\.(?:block_sparse_moe|mlp|moe))\.(?:(?P<number>{_NUMBER})\.(?P<of_one>{_LEAF})"
     r"|(?P<stacked>input_linear|output_linear|(?<=\.moe\.)(?:gate|up|down)_proj))(?:[._](?P<what>.+))?"
 )
 _INSIDE = re.compile(r"(?:.+\.)?experts\..+")
@@ -36,7 +38,7 @@ _INSIDE = re.compile(r"(?:.+\.)?experts\..+")
 _ROUTER = re.compile(r"(^|\.)e_score_correction_bias$")
 #: JetMoe's attention has experts, which are no MoE layer.
 _ATTENTION = re.compile(r"(^|\.)self_att(ention|n)\.")
-_LAYER = re.compile(r"\b(?:layers?|blocks)\.(\d+)(?:\.|$)")
+_LAYER = re.compile(rf"\b(?:layers?|blocks)\.({_NUMBER})(?:\.|$)")
 _DRAFT = re.compile(r"(^|\.)(mtp|draft|eagle)")
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import attrs
 
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
+from moe_core.declared import Candidate, DeclaredSpec, answers_to, belongs_to
 from moe_core.environment import Environment
 from moe_core.errors import some_of
 from moe_core.findings import Reason, SpecReport
@@ -18,7 +18,6 @@ from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
 from moe_core.vocabulary import ANY
 
 _Spec: TypeAlias = DispatcherSpec | RunnerSpec
-_Declared: TypeAlias = DeclaredDispatcher | DeclaredRunner
 #: Most schemes that a reason lists.
 _FEW_SCHEMES = 5
 #: What the schemes with names are for a layer.
@@ -35,11 +34,11 @@ class Case:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int | None]:
-        """Those that declarations speak about."""
+        """Name of a size that limits speak about -> the case's, None where it is not known."""
         return self.request.sizes(self.workload)
 
 
-def report_spec(declared: _Declared, of_machine: tuple[Reason, ...], case: Case) -> SpecReport:
+def report_spec(declared: DeclaredSpec, of_machine: tuple[Reason, ...], case: Case) -> SpecReport:
     """One spec alone; `of_machine` are its `machine_reasons`.
 
     Of most specs only whether any reason exists is ever asked, so the search for the others waits for who reads them.
@@ -48,7 +47,7 @@ def report_spec(declared: _Declared, of_machine: tuple[Reason, ...], case: Case)
     return SpecReport(declared, is_refused, functools.partial(_spec_reasons, declared, of_machine, case))
 
 
-def _spec_reasons(declared: _Declared, of_machine: tuple[Reason, ...], case: Case) -> Iterator[Reason]:
+def _spec_reasons(declared: DeclaredSpec, of_machine: tuple[Reason, ...], case: Case) -> Iterator[Reason]:
     """Every reason against one spec alone."""
     spec, request, workload = declared.spec, case.request, case.workload
     yield from _excluded(declared, request)
@@ -106,8 +105,8 @@ def pin_reasons(candidate: Candidate, pins: Pins) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _excluded(declared: _Declared, request: LayerRequest) -> Iterator[Reason]:
-    for name in request.exclude:
+def _excluded(declared: DeclaredSpec, request: LayerRequest) -> Iterator[Reason]:
+    for name in dict.fromkeys(request.exclude):
         if belongs_to(name, declared):
             yield Reason("excluded", "not to be excluded", f"exclude={name!r}", f"leave exclude={name!r} out")
 

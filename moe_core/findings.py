@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import attrs
 
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.declared import Candidate, DeclaredSpec
 from moe_core.environment import Environment
 from moe_core.errors import counted
 from moe_core.request import LayerRequest, Workload
@@ -63,8 +63,9 @@ class SpecReport:
         is_refused: Whether anything is against it.
     """
 
-    declared: DeclaredDispatcher | DeclaredRunner
+    declared: DeclaredSpec
     is_refused: bool
+    # Like the spec a value: the same reasons are found whenever it is asked, in another process too.
     _find_reasons: Callable[[], Iterable[Reason]]
 
     @functools.cached_property
@@ -219,7 +220,7 @@ class WorkloadDecision:
 
     @property
     def alike_preferred(self) -> tuple[Ranked, ...]:
-        """The first in the order, and all that `prefer` does not tell from it."""
+        """Those that the request's `prefer` means as much as the first: all of them without it."""
         return tuple(entry for entry in self.ranked if entry.preferred == self.ranked[0].preferred)
 
     @property

@@ -11,7 +11,7 @@ import attrs
 
 from moe_core.declared import Candidate
 from moe_core.discovery import find
-from moe_core.errors import MoeCoreError, PluginError, is_interrupt, told
+from moe_core.errors import MoeCoreError, PluginError, in_words, is_interrupt
 from moe_core.plugin_frames import note
 from moe_core.registry import PluginRegistry
 from moe_core.request import LayerRequest
@@ -176,7 +176,7 @@ class BackendManager(PluginRegistry):
             # Whatever a hook raises is told with its plugin's name, an exit of its own included; but not the user's.
             if is_interrupt(error):
                 raise
-            raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {told(error)}") from error
+            raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {in_words(error)}") from error
 
     def _refuse(self, plugin: str, hook: str, problem: str) -> NoReturn:
         raise PluginError(f"plugin {self._found[plugin]}, hook {hook}: {problem}")

@@ -75,26 +75,26 @@ def older_file_problem(path: Path) -> str:
     return f"measurements {path}: with how many threads they were taken is not known; run moe-core tune again"
 
 
-def _none(environment: Environment, others: tuple[int, ...]) -> str:
+def _none_text(environment: Environment, others: tuple[int, ...]) -> str:
     """That there are no times, and with which other numbers of threads there would be some."""
     if not others:
         return "none for this machine; moe-core tune makes them"
     *few, most = others
-    counts = f"{', '.join(map(str, few))} and {most} threads" if few else counted(most, "thread")
+    numbers = f"{', '.join(map(str, few))} and {most} threads" if few else counted(most, "thread")
     here = environment.thread_words or "a number of threads that nobody knows"
     how = "OMP_NUM_THREADS says how many a program has" if environment.threads else "its description may say `threads`"
-    return f"none for this machine with {here}, but for {counts}; {how}, and moe-core tune makes others"
+    return f"none for this machine with {here}, but for {numbers}; {how}, and moe-core tune makes others"
 
 
 def _other_threads(environment: Environment) -> tuple[int, ...]:
     """With how many other threads a CPU was measured, by the names of the user's files."""
     alike = _without_threads(environment)
-    counted_name = re.compile(re.escape(alike.stem) + r"-([1-9][0-9]*)-threads?\.json")
+    with_threads = re.compile(re.escape(alike.stem) + r"-([1-9][0-9]*)-threads?\.json")
     try:
         names = os.listdir(alike.parent) if environment.device_type == "cpu" else []
     except OSError:
         return ()
-    found = {int(match[1]) for name in names if (match := counted_name.fullmatch(name))}
+    found = {int(match[1]) for name in names if (match := with_threads.fullmatch(name))}
     return tuple(sorted(found - {environment.threads}))
 
 
@@ -116,7 +116,7 @@ def default_measurements(environment: Environment, plugins: Mapping[str, str]) -
     states = tuple((path, state) for path in files if (state := _state(path)) is not None)
     table, problems = _known(states, environment, tuple(sorted(plugins.items())))
     if not table.origins:
-        table = attrs.evolve(table, origins=(_none(environment, _other_threads(environment)),))
+        table = attrs.evolve(table, origins=(_none_text(environment, _other_threads(environment)),))
     for problem in problems:
         warnings.warn(f"{problem}; what it has of that is not used", MeasurementWarning, stacklevel=2)
     return table

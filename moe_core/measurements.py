@@ -140,8 +140,8 @@ class MeasurementTable:
         unwanted = set(runners)
         rows = [row for row in self.rows if _runner(row) not in unwanted]
         left_out = sorted({_runner(row) for row in self.rows} & unwanted)
-        told = [f"left out: times of {', '.join(left_out)}, {because}"] if left_out else []
-        return MeasurementTable(rows, (*self.origins, *told))
+        lines = [f"left out: times of {', '.join(left_out)}, {because}"] if left_out else []
+        return MeasurementTable(rows, (*self.origins, *lines))
 
     def about(self, request: LayerRequest, environment: Environment) -> tuple[str, ...]:
         """What there is for one layer, as lines for people; empty where nobody looked for measurements."""
@@ -183,6 +183,7 @@ def _speaking(rows: Sequence[Measurement], request: LayerRequest, num_tokens: in
     def nearness(row: Measurement) -> tuple[float, int, float, str]:
         return abs(math.log(row.num_tokens / num_tokens)), -row.num_tokens, -row.microseconds, row.source
 
+    # Of exact ones there is mostly one, and no ratio has to be found.
     exact = [row for row in rows if row.num_tokens == num_tokens]
     row = min(exact or rows, key=nearness)
     is_exact = row.num_tokens == num_tokens

@@ -8,12 +8,11 @@ from typing import TypeAlias, TypeVar
 
 import attrs
 
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
+from moe_core.declared import Candidate, DeclaredRunner, DeclaredSpec, answers_to, belongs_to
 from moe_core.errors import counted
 from moe_core.findings import Reason, WorkloadDecision
 from moe_core.request import LayerRequest, Pins
 
-_Declared = DeclaredDispatcher | DeclaredRunner
 _Subject = TypeVar("_Subject")
 #: Reason -> the titles of the workloads in which it holds.
 _Titles: TypeAlias = dict[Reason, list[str]]
@@ -103,7 +102,7 @@ class Misses:
     def of(cls, request: LayerRequest, workloads: Iterable[WorkloadDecision]) -> Misses:
         """The misses of one layer; workloads whose reports are the same count once."""
         sections = _titled(workloads)
-        specs: _Against[_Declared] = {}
+        specs: _Against[DeclaredSpec] = {}
         pairs: _Against[Candidate] = {}
         for title, section in sections.items():
             for spec in section.specs:
@@ -200,14 +199,14 @@ def _is_of_model(reason: Reason) -> bool:
     return reason.code in _MODEL or reason.field in _MODEL_SIZES
 
 
-def _named(request: LayerRequest, sections: Collection[WorkloadDecision]) -> set[_Declared]:
+def _named(request: LayerRequest, sections: Collection[WorkloadDecision]) -> set[DeclaredSpec]:
     """What a name means on this machine; on other machines only where it means nothing here."""
     reports = [spec for section in sections for spec in section.specs]
     pins = {request.pins(section.workload) for section in sections}
     words = [partial(_is_pinned, Pins(a2a=pin.a2a)) for pin in pins if pin.a2a]
     words += [partial(_is_pinned, Pins(runner=pin.runner)) for pin in pins if pin.runner]
     words += [partial(belongs_to, name) for name in request.prefer]
-    named: set[_Declared] = set()
+    named: set[DeclaredSpec] = set()
     for means in words:
         meant = [report for report in reports if means(report.declared)]
         here = [report for report in meant if not any(map(_is_of_machine, report.reasons))]
@@ -215,16 +214,16 @@ def _named(request: LayerRequest, sections: Collection[WorkloadDecision]) -> set
     return named
 
 
-def _is_pinned(pins: Pins, declared: _Declared) -> bool:
+def _is_pinned(pins: Pins, declared: DeclaredSpec) -> bool:
     pin = _pin_of(pins, declared)
     return (pin is not None and answers_to(pin, declared)) or _is_fused_of(pins, declared)
 
 
-def _pin_of(pins: Pins, declared: _Declared) -> str | None:
+def _pin_of(pins: Pins, declared: DeclaredSpec) -> str | None:
     return pins.runner if isinstance(declared, DeclaredRunner) else pins.a2a
 
 
-def _is_fused_of(pins: Pins, declared: _Declared) -> bool:
+def _is_fused_of(pins: Pins, declared: DeclaredSpec) -> bool:
     return isinstance(declared, DeclaredRunner) and pins.a2a is not None and declared.spec.a2a == pins.a2a
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_core.declared import DeclaredDispatcher, DeclaredRunner, answers_to
+from moe_core.declared import DeclaredDispatcher, DeclaredRunner, DeclaredSpec, answers_to
 from moe_core.errors import UnknownBackendError
 from moe_core.findings import PluginReport
 from moe_core.request import LayerRequest
 
 
-def check_names(
-    declared: Sequence[DeclaredDispatcher | DeclaredRunner], request: LayerRequest, reports: Sequence[PluginReport]
-) -> None:
+def check_names(declared: Sequence[DeclaredSpec], request: LayerRequest, reports: Sequence[PluginReport]) -> None:
     """Raise `UnknownBackendError` for a pin, prefer or exclude that names nothing declared or discovered."""
     a2a_pins = [request.a2a_backend, *(workload.a2a_backend for workload in request.workloads)]
     if not any((*a2a_pins, request.runner_backend, request.prefer, request.exclude)):
@@ -46,7 +44,7 @@ def _plugins(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def _spellings(declared: Iterable[DeclaredDispatcher | DeclaredRunner]) -> set[str]:
+def _spellings(declared: Iterable[DeclaredSpec]) -> set[str]:
     """Every name that `answers_to` takes."""
     return {
         name for d in declared for short in (d.spec.name, d.spec.short_name) for name in (short, f"{d.plugin}:{short}")

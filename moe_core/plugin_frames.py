@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable
 
 from moe_core.discovery import Found
-from moe_core.errors import PluginError, is_interrupt, told
+from moe_core.errors import PluginError, in_words, is_interrupt
 
 #: How such a note begins.
 _RAISED = "raised"
@@ -36,7 +36,7 @@ def name_origin(error: BaseException, plugins: Iterable[Found], combination: str
     function = _function_of_a_plugin(error, plugins)
     where = f"in the forward of {combination}"
     if not isinstance(error, Exception):
-        raise PluginError(f"{function + ', ' if function else ''}{where}: {told(error)}") from error
+        raise PluginError(f"{function + ', ' if function else ''}{where}: {in_words(error)}") from error
     note(error, f"{_RAISED} by {function}, {where}" if function else f"{_RAISED} {where}")
 
 

@@ -7,6 +7,7 @@ Registration and import order never count.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,15 +15,15 @@ import attrs
 
 from moe_core.declared import Candidate, answers_to, belongs_to
 from moe_core.findings import DtypeChoice, Place, Ranked
-from moe_core.measurements import Measurement, times_at
+from moe_core.measurements import MeasuredTime, Measurement, times_at
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS
 
 #: How much faster something must be to take another's place; measured medians differ by less from run to run.
 WORTH_A_RANGE = 0.03
 _MEASURED = "measured"
-#: How well a preferred name is met that is neither the runner's nor that of what moves tokens.
-_UNMET = 2
+#: How a preferred name is met, best first: by the runner, by what moves tokens, or by neither.
+_BY_RUNNER, _BY_DISPATCHER, _UNMET = range(3)
 #: Phases whose forwards have few tokens.
 _FEW_TOKENS = ("decode", "verify")
 
@@ -61,17 +62,13 @@ def rank_again(
     over a faster one that was not.
     """
     usual_first = by_place(entries)
-    found = times_at(rows, request, [entry.candidate for entry in usual_first], num_tokens)
-    # A name, which is last in a place, says nothing about speed.
-    tied = zip(usual_first, found, strict=True)
-    usual = next((time for entry, time in tied if time and entry.place[:-1] == usual_first[0].place[:-1]), None)
-    found = [time if time and usual and time.is_comparable(usual) else None for time in found]
+    times = times_at(rows, request, [entry.candidate for entry in usual_first], num_tokens)
+    times = _comparable(usual_first, times)
     timed = [
-        (entry.place.preference, time.microseconds if time else math.inf, entry.place, entry, time)
-        for entry, time in zip(usual_first, found, strict=True)
+        (entry, time, time.microseconds if time else math.inf) for entry, time in zip(usual_first, times, strict=True)
     ]
-    timed.sort(key=lambda each: each[:3])
-    order = [(place, microseconds) for _, microseconds, place, _, _ in timed]
+    timed.sort(key=lambda each: (each[0].place.preference, each[2], each[0].place))
+    order = [(entry.place, microseconds) for entry, _, microseconds in timed]
     return tuple(
         Ranked(
             candidate=entry.candidate,
@@ -83,8 +80,16 @@ def rank_again(
             bounds=time.bounds if time else None,
             place=entry.place,
         )
-        for index, (*_, entry, time) in enumerate(timed)
+        for index, (entry, time, _) in enumerate(timed)
     )
+
+
+def _comparable(usual_first: Sequence[Ranked], times: Sequence[MeasuredTime | None]) -> list[MeasuredTime | None]:
+    """The times that rank: those comparable with that of the first, or of what its name alone sets behind it."""
+    # A name, which is last in a place, says nothing about speed.
+    is_tied = [entry.place[:-1] == usual_first[0].place[:-1] for entry in usual_first]
+    usual = next(filter(None, itertools.compress(times, is_tied)), None)
+    return [time if time and usual and time.is_comparable(usual) else None for time in times]
 
 
 def set_apart(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
@@ -133,7 +138,7 @@ def _place(candidate: Candidate, request: LayerRequest, phase: str) -> Place:
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
-    """Per preferred name how well it is met, earlier names first: 0 by the runner, 1 by what moves tokens, else 2.
+    """Per preferred name how it is met, earlier names first; the smallest numbers are best.
 
     The runner comes first because a plugin's name means both: its dispatcher may serve other plugins' runners too.
     """
@@ -143,16 +148,16 @@ def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
 def _preferred(candidate: Candidate, request: LayerRequest) -> tuple[str, ...]:
     """The same in words: the names that are met."""
     met = ((name, _how_met(name, candidate)) for name in request.prefer)
-    return tuple(f"{name} (its dispatcher)" if how else name for name, how in met if how < _UNMET)
+    return tuple(f"{name} (its dispatcher)" if how == _BY_DISPATCHER else name for name, how in met if how < _UNMET)
 
 
 def _how_met(name: str, candidate: Candidate) -> int:
     runner, dispatcher = candidate.runner, candidate.dispatcher
     if name == runner.plugin or answers_to(name, runner):
-        return 0
-    # A fused runner that does what a dispatcher is called after is that no more than a pair with it.
+        return _BY_RUNNER
+    # A fused runner that moves tokens as a dispatcher does is preferred by that one's name no more than a pair with it.
     is_moved_so = name == runner.spec.a2a or (dispatcher is not None and belongs_to(name, dispatcher))
-    return 1 if is_moved_so else _UNMET
+    return _BY_DISPATCHER if is_moved_so else _UNMET
 
 
 def _because(index: int, order: list[tuple[Place, float]], provenance: str) -> str:

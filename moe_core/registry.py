@@ -16,7 +16,7 @@ import pluggy
 from moe_core import hookspecs
 from moe_core.discovery import Failed, Found, being_loaded, load, watched
 from moe_core.environment import Environment, probe_environment
-from moe_core.errors import PluginConflictError, PluginError, UnknownBackendError, is_interrupt, told
+from moe_core.errors import PluginConflictError, PluginError, UnknownBackendError, in_words, is_interrupt
 from moe_core.findings import PluginReport
 from moe_core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
@@ -98,7 +98,7 @@ class PluginRegistry:
                 self._pluggy.unregister(name=name)
             if is_interrupt(error):
                 raise
-            raise PluginError(f"plugin {origin} was refused: {told(error)}") from error
+            raise PluginError(f"plugin {origin} was refused: {in_words(error)}") from error
         self._found[name], self._specs[name], self._implementations[name] = origin, spec, implementations
         self._failed.pop(name, None)
 

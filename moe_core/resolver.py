@@ -12,7 +12,7 @@ import attrs
 
 from moe_core import dispatch_dtype
 from moe_core.decision import Decision
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, DeclaredSpec
 from moe_core.described import check_described
 from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError, counted
@@ -28,9 +28,8 @@ from moe_core.specs import DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.stand_ins import notes_with
 from moe_core.token_ranges import lanes_of, ranges_of
 
-_Declared = DeclaredDispatcher | DeclaredRunner
 #: A spec, and what is against it on a machine whatever the layer.
-_OnMachine: TypeAlias = tuple[_Declared, tuple[Reason, ...]]
+_OnMachine: TypeAlias = tuple[DeclaredSpec, tuple[Reason, ...]]
 #: Pins in the order in which a fallback drops them: as few as will do, numerics before transport.
 _DROPPED_FIRST = ("dispatch_dtype", "runner", "a2a")
 #: Most reasons that a fallback names; the decision has all.
@@ -118,7 +117,7 @@ def _on_machine(plugins: tuple[PluginSpec, ...], environment: Environment) -> tu
             raise PluginConflictError(f"two declarations are called {plugin.name!r}; neither may win: rename one")
     found: list[_OnMachine] = []
     for plugin in ordered:
-        declared: list[_Declared] = [
+        declared: list[DeclaredSpec] = [
             *(DeclaredDispatcher(plugin.name, spec) for spec in sorted(plugin.dispatchers, key=_short_name)),
             *(DeclaredRunner(plugin.name, spec) for spec in sorted(plugin.runners, key=_short_name)),
         ]
@@ -184,7 +183,7 @@ def _fewer_pins(pins: Pins) -> Iterator[Pins]:
         yield from (pins.dropped(*fields) for fields in itertools.combinations(given, count))
 
 
-def _candidates(passed: list[_Declared]) -> list[Candidate]:
+def _candidates(passed: list[DeclaredSpec]) -> list[Candidate]:
     runners = [d for d in passed if isinstance(d, DeclaredRunner)]
     dispatchers = [d for d in passed if isinstance(d, DeclaredDispatcher)]
     fused = [Candidate(None, runner) for runner in runners if runner.spec.format == "fused"]

@@ -13,6 +13,8 @@ from moe_core.ranking import WORTH_A_RANGE, by_place, pays, set_apart
 from moe_core.request import LayerRequest
 
 _SERVES = "serves all workloads"
+#: Logarithm of the largest factor that is told; more is nonsense of a file, which may be beyond all that floats hold.
+_MOST_SLOWDOWN = 20.0
 
 
 def in_step(request: LayerRequest, workloads: list[WorkloadDecision]) -> tuple[list[WorkloadDecision], Reason | None]:
@@ -39,12 +41,13 @@ def _share(
 
     It is the first in the order without times, unless another is faster by `WORTH_A_RANGE`: over all of them together,
     as each may gain less than that; what their samples do not tell apart counts for nothing. Above that is what the
-    user prefers: only traits of the most preferred are compared, if these have one in common.
+    user prefers: only traits of the most preferred are compared. Where these have none in common all are, by their
+    places alone, which begin with what is preferred.
     """
-    compared: list[Sequence[Ranked]] = [decision.alike_preferred for decision in workloads]
-    costs = [_costs(entries, trait) for entries in compared]
-    if not _common(compared, trait):
-        compared, costs = [decision.ranked for decision in workloads], []
+    preferred = [decision.alike_preferred for decision in workloads]
+    is_common = bool(_common(preferred, trait))
+    compared = preferred if is_common else [decision.ranked for decision in workloads]
+    costs = [_costs(entries, trait) for entries in compared] if is_common else []
     shared = _common(compared, trait)
     places = [_places(by_place(entries), trait) for entries in compared]
     if not shared:
@@ -60,7 +63,7 @@ def _share(
     usual, fastest = min(shared, key=place), min(shared, key=lambda value: (cost(value), place(value)))
     slowdown = cost(usual) - cost(fastest) if fastest != usual else 0.0
     # What has no time where others have one is infinitely slow.
-    gain = math.inf if math.isinf(slowdown) else math.exp(slowdown) - 1
+    gain = math.inf if math.isinf(slowdown) else math.exp(min(slowdown, _MOST_SLOWDOWN)) - 1
     best = fastest if gain > WORTH_A_RANGE else usual
     because = _because(usual, fastest, gain, sum(map(bool, costs)))
     # One workload whose first is kept at every count has given nothing up.
@@ -77,9 +80,9 @@ def _common(orders: Sequence[Sequence[Ranked]], trait: Callable[[Ranked], str]) 
     return set.intersection(*({trait(entry) for entry in order} for order in orders))
 
 
-def _because(usual: str, fastest: str, gain: float, counts: int) -> str:
+def _because(usual: str, fastest: str, gain: float, num_measured: int) -> str:
     """What speaks for the trait that is shared: what tiers would choose, or the fastest over the measured counts."""
-    over = f"over {counts} measured token counts together"
+    over = f"over {num_measured} measured token counts together"
     if math.isinf(gain):
         return f"was measured where {usual} was not"
     if gain > WORTH_A_RANGE:
@@ -108,7 +111,8 @@ def _costs(ranked: Sequence[Ranked], trait: Callable[[Ranked], str]) -> dict[str
 def _slowdown(entry: Ranked, other: Ranked) -> float:
     """Logarithm of how much faster `other` is, 0 where samples do not tell it, or say nothing and it does not pay."""
     is_sure = entry.bounds is not None and other.bounds is not None and entry.is_told_from(other)
-    ratio = math.log((entry.microseconds or 1.0) / (other.microseconds or 1.0))
+    # Not of the quotient, which may be 0 or infinity.
+    ratio = math.log(entry.microseconds or 1.0) - math.log(other.microseconds or 1.0)
     return max(0.0, ratio) if is_sure or pays(other, entry) else 0.0
 
 

@@ -124,9 +124,9 @@ def ranges_of(lanes: list[WorkloadDecision]) -> list[WorkloadDecision]:
             ranges.append(lane)
         elif chosen.candidate == before.candidate:
             # The order with times tells more than one by tiers.
-            told = lane if chosen.microseconds is not None else ranges[-1]
+            fuller = lane if chosen.microseconds is not None else ranges[-1]
             first, notes = ranges[-1].min_tokens, ranges[-1].notes
-            ranges[-1] = attrs.evolve(told, workload=lane.workload, min_tokens=first, notes=notes)
+            ranges[-1] = attrs.evolve(fuller, workload=lane.workload, min_tokens=first, notes=notes)
         else:
             ranges.append(attrs.evolve(lane, notes=(*lane.notes, _why(lane, before))))
     return ranges
@@ -148,9 +148,9 @@ def _entry(lane: WorkloadDecision, wanted: Candidate) -> Ranked | None:
 def _with_first(lane: WorkloadDecision, chosen: Ranked) -> WorkloadDecision:
     if chosen is lane.ranked[0]:
         return lane
-    told = f"less than {WORTH_A_RANGE:.0%}" if chosen.is_told_from(lane.ranked[0]) else "not told apart"
+    lead = f"less than {WORTH_A_RANGE:.0%}" if chosen.is_told_from(lane.ranked[0]) else "not told apart"
     # What set it apart in its old place says nothing in this one.
-    because = f"{chosen.provenance}, {told} from the fastest"
+    because = f"{chosen.provenance}, {lead} from the fastest"
     others = (entry for entry in lane.ranked if entry is not chosen)
     return attrs.evolve(lane, ranked=(attrs.evolve(chosen, because=because), *others))
 

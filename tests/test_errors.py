@@ -15,9 +15,9 @@ from moe_core.errors import (
     counted,
     first_line,
     in_a_line,
+    in_words,
     out_of_memory,
     some_of,
-    told,
 )
 
 
@@ -100,7 +100,7 @@ OLDER_TEXT = "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB to
 def test_memory_that_ran_out_is_told_in_a_few_words(error: BaseException, text: str) -> None:
     assert out_of_memory(error) == text
     if text:
-        assert first_line(error) == in_a_line(error) == told(error) == text
+        assert first_line(error) == in_a_line(error) == in_words(error) == text
 
 
 def test_what_torch_says_of_this_machine() -> None:
@@ -111,7 +111,7 @@ def test_what_torch_says_of_this_machine() -> None:
 
 @pytest.mark.error_path
 def test_an_error_without_a_text_is_told_by_its_class() -> None:
-    assert (told(AssertionError()), told(SystemExit(" "))) == ("AssertionError", "SystemExit")
+    assert (in_words(AssertionError()), in_words(SystemExit(" "))) == ("AssertionError", "SystemExit")
 
 
 def test_an_unknown_backend_may_be_one_of_a_plugin_that_is_not_installed() -> None:

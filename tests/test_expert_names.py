@@ -74,3 +74,11 @@ def test_halves() -> None:
     assert halves_of("w3") == ("up",)
     assert halves_of("input_linear") == ("gate", "up")
     assert halves_of("experts") == ()
+
+
+@pytest.mark.error_path
+def test_numbers_of_more_digits_than_python_reads_count_nothing() -> None:
+    long = "9" * 5000
+    assert expert_name(f"model.layers.0.mlp.experts.{long}.up_proj.weight") is None
+    assert expert_name(f"model.layers.0.mlp.{long}.up_proj.weight") is None
+    assert layer_index(f"model.layers.{long}.mlp.experts") is None

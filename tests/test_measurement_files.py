@@ -300,6 +300,7 @@ def test_times_of_other_numbers_of_threads_are_told_of(
     assert [line.partition(":")[0] for line in default_measurements(_cpu(here), VERSIONS).origins] == ["your cache"]
 
 
+@pytest.mark.error_path
 def test_times_without_a_number_of_threads_are_reported_until_there_are_others(cache: Path) -> None:
     attrs.evolve(FILE, environment=_cpu(0)).write(user_file(_cpu(0)))
     with pytest.warns(

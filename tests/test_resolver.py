@@ -569,6 +569,12 @@ def test_exclude(name: str) -> None:
     assert all(name.partition(":")[2] in spec.declared.full_name for spec in excluded)
 
 
+def test_what_is_excluded_twice_has_one_reason() -> None:
+    decision = decide(request(exclude=("deep_gemm", "deep_gemm")), SM90)
+    (spec, *_) = (spec for spec in decision.workloads[0].specs if any(r.code == "excluded" for r in spec.reasons))
+    assert len([reason for reason in spec.reasons if reason.code == "excluded"]) == 1
+
+
 def test_excluding_the_a2a_name_of_a_fused_runner() -> None:
     decision = decide(request(quant=W8A8_INT8, exclude=("ascend_fuseep",)), A3)
     assert chosen(decision) == ["ascend_npu:deepep.low_latency + ascend_npu:ascend.w8a8"]

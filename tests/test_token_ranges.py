@@ -337,3 +337,11 @@ def test_no_range_exceeds_what_its_backends_take(times: Times) -> None:
 def test_counts_past_a_limit_go_to_what_takes_them() -> None:
     decision = _decide({"few": {1: 5, 32: 5, 2000: 1}, "many": {1: 9, 32: 9, 80: 9}}, spec=LIMITED)
     assert _ranges(decision) == [(1, 5, "few"), (6, 399, "many")]
+
+
+@pytest.mark.parametrize("slow", [1.7e308, Time(1.7e308, (1.7e308, 1.7e308))])
+def test_times_whose_quotient_no_float_holds_choose_a_layout(slow: float | Time) -> None:
+    decision = _decide({"few": {1: slow, 2: slow}, "alone": {1: 5e-324, 2: 5e-324}})
+    assert decision.weight_layout == "other"
+    decision = _decide({"few": {1: 5e-324, 2: 5e-324}, "alone": {1: slow, 2: slow}})
+    assert decision.weight_layout == "canonical"

@@ -18,14 +18,10 @@ from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
 from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights, release_memory
 from moe_core.tuning.reference import Reference
-from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, prepare, take_turns
+from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, nobody, prepare, take_turns
 
 #: Share of the free memory that a peer's copies may take; the rest is for rows and for torch's allocator.
 _USABLE = 0.8
-
-
-def _nobody(what: str) -> None:
-    """Who is told nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +52,7 @@ class Sweep:
     clock: str = "wall"
     with_issue_time: bool = False
     with_memory: bool = False
-    told: Callable[[str], None] = _nobody
+    told: Callable[[str], None] = nobody
 
     @property
     def device(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from moe_core.cli.layer_options import (
     tokens_option,
 )
 from moe_core.cli.options import AsJson, Device, Verbose, check_names, known_word
-from moe_core.cli.output import print_error, print_json, stderr, stdout
+from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, sizes_line
 from moe_core.cli.progress import doing, stage
 from moe_core.cli.requests import requested_groups, tell_assumed
@@ -213,7 +213,23 @@ def _measured(
         check_names(**combination.fields)
     if threads is not None:
         torch.set_num_threads(threads)
-    total = len(layers) * len(set(options["tokens"]))
+    with doing() as steps:
+        sweep = Sweep(
+            layers=layers,
+            combinations=(Combination(), *named),
+            peers=() if set(peers) == {"none"} else find_peers(peers, environment.device_type),
+            environment=environment,
+            told=steps.begin,
+            **options,
+        )
+        report = run(sweep, _shown(len(layers) * len(set(sweep.tokens)), output, steps.keep))
+    if output is not None:
+        report.write(output)
+    return report
+
+
+def _shown(total: int, output: Path | None, keep: Callable[[str], None]) -> Callable[[Report], None]:
+    """What takes the report of what is done: writes it, and tells `keep` which of `total` numbers of tokens are new."""
     done: set[tuple[str, str, int]] = set()
 
     def shown(report: Report) -> None:
@@ -222,23 +238,9 @@ def _measured(
         new = {(row.layer, row.scheme, row.num_tokens) for row in report.rows} - done
         done.update(new)
         for layer, scheme, num_tokens in sorted(new):
-            line = f"{len(done)}/{total} {layer}, {scheme}, T = {num_tokens}"
-            # What was stderr before goes past the spinner.
-            stderr().print(line, style="dim", soft_wrap=True)
+            keep(f"{len(done)}/{total} {layer}, {scheme}, T = {num_tokens}")
 
-    with doing() as told:
-        sweep = Sweep(
-            layers=layers,
-            combinations=(Combination(), *named),
-            peers=() if set(peers) == {"none"} else find_peers(peers, environment.device_type),
-            environment=environment,
-            told=told,
-            **options,
-        )
-        report = run(sweep, shown)
-    if output is not None:
-        report.write(output)
-    return report
+    return shown
 
 
 def _show(report: Report, as_json: bool, plot: Path | None) -> None:

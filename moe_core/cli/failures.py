@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_core.errors import out_of_memory, told
+from moe_core.errors import in_words, out_of_memory
 from moe_core.plugin_frames import origin_of
 
 
@@ -15,4 +15,4 @@ def failure(error: BaseException) -> str:
     if short := out_of_memory(error):
         advice = f"{short}; take fewer tokens, a smaller or quantized model, or another device"
         return f"{advice}\n{origin}" if origin else advice
-    return f"{told(error)}\n{origin}\nthe traceback: -v" if origin else ""
+    return f"{in_words(error)}\n{origin}\nthe traceback: -v" if origin else ""

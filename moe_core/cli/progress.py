@@ -55,18 +55,29 @@ def progress_bar(title: str, unit: str = "bytes") -> Iterator[Callable[[int, int
 
 
 @contextmanager
-def doing() -> Iterator[Callable[[str], None]]:
-    """Say what is being done, of work in many steps: on a terminal beside a spinner, elsewhere in lines.
-
-    Yields:
-        What is called with each step, in words, before it.
-    """
+def doing() -> Iterator[Steps]:
+    """Say what is being done, of work in many steps: on a terminal beside a spinner, elsewhere in lines."""
     console = stderr()
     if console.is_terminal:
         with console.status("", refresh_per_second=_REFRESH) as status:
-            yield lambda what: status.update(f"{what} ...")
+            yield Steps(console, lambda what: status.update(f"{what} ..."))
     else:
-        yield Lines(console).say
+        yield Steps(console, Lines(console).say)
+
+
+class Steps:
+    """What work in many steps says.
+
+    Attributes:
+        begin: Called with each step, in words, before it.
+    """
+
+    def __init__(self, console: Console, begin: Callable[[str], None]) -> None:
+        self._console, self.begin = console, begin
+
+    def keep(self, line: str) -> None:
+        """Say what is done, in a line that stays; another console would write it into the spinner's."""
+        self._console.print(line, style="dim", soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -100,8 +111,8 @@ class Lines:
         amount = f"{decimal(done)} of {decimal(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
         left = max(_left(mark, now, done, total) for mark in (self._first, self._last or self._first))
         self._last = now, done
-        told = f", about {duration(left)} left" if left else ""
-        self._console.print(f"{self._title}: {amount}{told}", style="dim", soft_wrap=True)
+        rest = f", about {duration(left)} left" if left else ""
+        self._console.print(f"{self._title}: {amount}{rest}", style="dim", soft_wrap=True)
 
     def say(self, what: str) -> None:
         """Print what is done next, if it is time for a line."""

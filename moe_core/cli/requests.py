@@ -87,7 +87,7 @@ def assumed(shape: str, request: LayerRequest, schemes: Sequence[str]) -> str:
 
 
 def keeps_weights(request: LayerRequest, of_model: bool) -> bool:
-    """Whether a layer of a model is one whose weights the model keeps: `run` serves floats beside transformers' own."""
+    """Whether the model that a layer is of keeps its weights: `run` serves floats where transformers has them."""
     return of_model and not request.quant.is_quantized
 
 
@@ -151,7 +151,7 @@ def workloads(words: Sequence[str]) -> tuple[Workload, ...]:
     kinds = [(workload.phase, workload.max_tokens) for workload in found]
     for word, kind in zip(words, kinds, strict=False):
         if kinds.count(kind) > 1:
-            raise SpecError(f"workload {word!r}: expected each phase once, or again with another most number of tokens")
+            raise SpecError(f"workload {word!r}: expected each phase once, or again with another limit of tokens")
     return found
 
 

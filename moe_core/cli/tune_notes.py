@@ -30,10 +30,10 @@ def changes(steps: Sequence[Step], decision: Decision, number: Callable[[str], s
         number: Says which column of the table has a combination.
     """
     for few, many, begins in _changes(steps, decision):
-        told = f"{number(taken(decision, few))} to {number(taken(decision, many))} from T={begins} on"
+        line = f"{number(taken(decision, few))} to {number(taken(decision, many))} from T={begins} on"
         if _is_guessed(few, many, begins):
-            told += f", the middle by ratio of {few} and {many}: nothing between was measured"
-        yield told
+            line += f", the middle by ratio of {few} and {many}: nothing between was measured"
+        yield line
 
 
 def surer(steps: Sequence[Step], decision: Decision, number: Callable[[str], str]) -> Iterator[str]:
@@ -72,20 +72,20 @@ def left_out(
             counts.setdefault(name, []).append(f"{gain:.0%} at T={step.num_tokens}")
     unshared = {candidate.full_name: candidate for found in decision.workloads for candidate in found.unshared}
     for name, gains in counts.items():
-        if name in unshared:
-            runner = unshared[name].runner
-            told = f"{number(name)} is faster by {', '.join(gains)}, and plans do not use it: it needs weight layout "
-            told += runner.spec.weight_layout
-            if keeps_weights:
-                yield (
-                    f"{told}, which would be a copy beside the weights that the model keeps; who pins "
-                    f"{runner.full_name} gets it, and a layer of its own (--shape) does by its times"
-                )
-            else:
-                yield (
-                    f"{told}, all routes of a plan share one, and {decision.weight_layout} costs less over all token "
-                    f"counts; who prefers {runner.full_name} gets it for all of them"
-                )
+        if name not in unshared:
+            continue
+        runner = unshared[name].runner
+        because = (
+            f"which would be a copy beside the weights that the model keeps; who pins {runner.full_name} gets it, and "
+            "a layer of its own (--shape) does by its times"
+            if keeps_weights
+            else f"all routes of a plan share one, and {decision.weight_layout} costs less over all token counts; who "
+            f"prefers {runner.full_name} gets it for all of them"
+        )
+        yield (
+            f"{number(name)} is faster by {', '.join(gains)}, and plans do not use it: it needs weight layout "
+            f"{runner.spec.weight_layout}, {because}"
+        )
 
 
 def _faster(step: Step, usual: str) -> tuple[str, float] | None:

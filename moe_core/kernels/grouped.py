@@ -8,12 +8,13 @@ from torch.nn import functional
 
 from moe_core.kernels.blocks import experts_of_blocks, linear_by_block
 from moe_core.kernels.expert_weights import ExpertLinear
-from moe_core.kernels.linear import Group, active_groups, linear_by_expert
+from moe_core.kernels.linear import HAS_FAST_GEMM, Group, active_groups, linear_by_expert
 from moe_core.kernels.linear_op import grouped_linear_op
 from moe_core.payloads import Tensor
 
-#: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop (measured on AVX2).
-_GROUPED_GEMM_ROWS = 6
+#: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop: of AMX, where both multiply
+#: bf16, and of AVX2, where the loop multiplies more rows in fp32.
+_GROUPED_GEMM_ROWS = 64 if HAS_FAST_GEMM[torch.bfloat16] else 6
 
 
 @attrs.define(eq=False)

@@ -28,7 +28,7 @@ _SPLIT_ROWS = 128
 _LINE = 16
 
 #: Half precision dtypes for which this CPU's GEMM is fast at any size.
-_HAS_FAST_GEMM = {
+HAS_FAST_GEMM = {
     torch.bfloat16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     torch.float16: torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
@@ -162,7 +162,7 @@ def _multiply_block(out: Tensor, rows: Tensor, block: Tensor) -> None:
 
 
 def _multiplies_as_stored(num_rows: int, weight: Tensor) -> bool:
-    return _HAS_FAST_GEMM.get(weight.dtype, False) or (num_rows <= _FEW_ROWS and weight.stride(1) == 1)
+    return HAS_FAST_GEMM.get(weight.dtype, False) or (num_rows <= _FEW_ROWS and weight.stride(1) == 1)
 
 
 def _multiply_by_row(out: Tensor, rows: Tensor, linear: StoredLinear, expert: int, scratch: _Scratch) -> None:

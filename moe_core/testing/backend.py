@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, DeclaredSpec
 from moe_core.environment import Environment
 from moe_core.errors import PluginError
 from moe_core.manager import BackendManager
@@ -97,7 +97,7 @@ class Backend:
         return self.module.__name__, tuple(self.manager.found(name).value for name in others)
 
     @property
-    def own_parts(self) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:
+    def own_parts(self) -> tuple[DeclaredSpec, ...]:
         """The dispatchers and runners of the plugin under test."""
         return _parts(self.spec)
 
@@ -121,11 +121,11 @@ class Backend:
             if (left := tuple(token for token in wire_tokens(part) if not uses(known, part, token)))
         }
 
-    def _parts_but_of(self, *names: str) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:
+    def _parts_but_of(self, *names: str) -> tuple[DeclaredSpec, ...]:
         return tuple(part for spec in self.manager.specs() if spec.name not in names for part in _parts(spec))
 
 
-def _parts(spec: PluginSpec) -> tuple[DeclaredDispatcher | DeclaredRunner, ...]:
+def _parts(spec: PluginSpec) -> tuple[DeclaredSpec, ...]:
     dispatchers = tuple(DeclaredDispatcher(spec.name, part) for part in spec.dispatchers)
     return (*dispatchers, *(DeclaredRunner(spec.name, part) for part in spec.runners))
 

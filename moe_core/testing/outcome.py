@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from moe_core.errors import MoeCoreError, is_interrupt, told
+from moe_core.errors import MoeCoreError, in_words, is_interrupt
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
@@ -77,7 +77,7 @@ class Case:
             if is_interrupt(error):
                 raise
             # Notes say which function it was.
-            status, text = FAILED, "; ".join([f"it raised {told(error)}", *getattr(error, "__notes__", ())])
+            status, text = FAILED, "; ".join([f"it raised {in_words(error)}", *getattr(error, "__notes__", ())])
             trace = "".join(traceback.format_exception(error))
         seconds = time.perf_counter() - start
         return Result(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner
+from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, DeclaredSpec
 from moe_core.specs import TokenDtype
 
 
@@ -14,9 +14,7 @@ def serves_one_rank(pair: Candidate) -> bool:
     return all(limit.allows(1) for part in parts for limit in part.spec.limits if limit.field == "ep_size")
 
 
-def pairs_of(
-    own: tuple[DeclaredDispatcher | DeclaredRunner, ...], others: tuple[DeclaredDispatcher | DeclaredRunner, ...]
-) -> list[Candidate]:
+def pairs_of(own: tuple[DeclaredSpec, ...], others: tuple[DeclaredSpec, ...]) -> list[Candidate]:
     """The pairs of one format with at least one part of the plugin under test.
 
     Parts of other plugins help out: a dispatcher for a runner that has none of its own for one rank, and one runner for
@@ -36,7 +34,7 @@ def pairs_of(
 
 
 def _by_kind(
-    parts: Iterable[DeclaredDispatcher | DeclaredRunner],
+    parts: Iterable[DeclaredSpec],
 ) -> tuple[list[DeclaredDispatcher], list[DeclaredRunner]]:
     listed = list(parts)
     dispatchers = [part for part in listed if isinstance(part, DeclaredDispatcher)]
@@ -52,13 +50,13 @@ def _share_tokens(pair: Candidate) -> bool:
     return pair.dispatcher is None or not set(pair.runner.spec.reads).isdisjoint(pair.dispatcher.spec.sends)
 
 
-def wire_tokens(part: DeclaredDispatcher | DeclaredRunner) -> list[TokenDtype]:
+def wire_tokens(part: DeclaredSpec) -> list[TokenDtype]:
     """The quantized tokens that a dispatcher sends or a runner reads."""
     listed = part.spec.reads if isinstance(part, DeclaredRunner) else part.spec.sends
     return [token for token in listed if token.scales != "none"]
 
 
-def uses(pairs: Iterable[Candidate], part: DeclaredDispatcher | DeclaredRunner, token: TokenDtype) -> bool:
+def uses(pairs: Iterable[Candidate], part: DeclaredSpec, token: TokenDtype) -> bool:
     """Whether some pair with `part` runs with tokens of `token`; a pin names the first of several scale layouts."""
     for pair in pairs:
         if part not in (pair.dispatcher, pair.runner):
@@ -71,9 +69,9 @@ def uses(pairs: Iterable[Candidate], part: DeclaredDispatcher | DeclaredRunner, 
 
 
 def wire_pairs_of(
-    own: Iterable[DeclaredDispatcher | DeclaredRunner],
+    own: Iterable[DeclaredSpec],
     pairs: Iterable[Candidate],
-    helpers: Iterable[DeclaredDispatcher | DeclaredRunner],
+    helpers: Iterable[DeclaredSpec],
 ) -> list[Candidate]:
     """Pairs of `own` with `helpers` for every declared quantized token dtype that `pairs` do not use.
 

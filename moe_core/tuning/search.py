@@ -21,7 +21,16 @@ from moe_core.request import LayerRequest, Workload
 from moe_core.tuning.deadline import Deadline, TimeUpError
 from moe_core.tuning.layers import Batches, random_weights, release_memory
 from moe_core.tuning.reference import Reference, WrongResultError
-from moe_core.tuning.timing import FEWEST_SAMPLES, CaptureError, Prepared, Timing, fastest_of, prepare, take_turns
+from moe_core.tuning.timing import (
+    FEWEST_SAMPLES,
+    CaptureError,
+    Prepared,
+    Timing,
+    fastest_of,
+    nobody,
+    prepare,
+    take_turns,
+)
 
 #: A combination that is so many times slower than the fastest is not measured for more tokens.
 HOPELESS = 10.0
@@ -68,10 +77,6 @@ class Step:
         return fastest_of(self.timings)
 
 
-def _nobody(what: str) -> None:
-    """Who is told nothing."""
-
-
 class LayerSearch:
     """The combinations of one layer over one set of random weights.
 
@@ -107,7 +112,7 @@ class LayerSearch:
             raise SpecError("a layer with a model's own activation or norm cannot be measured on random weights")
         release_memory(environment.device_type)
         self._manager, self._environment = manager, environment
-        self._deadline, self._told = deadline or Deadline(), told or _nobody
+        self._deadline, self._told = deadline or Deadline(), told or nobody
         self.request = attrs.evolve(request, workloads=Workload())
         decision = decide(manager, self.request, environment, MeasurementTable())
         if not decision.is_feasible:

@@ -188,7 +188,8 @@ def _is_there(below: Collection[str], module: str, word: str, stacked: bool) -> 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Sorts `layers.10` behind `layers.9`."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
+    # Not every digit is one of a number, and Python makes none of thousands of them.
+    return [(int(word), "") if re.fullmatch(r"\d{1,9}", word) else (-1, word) for word in name.split(".")]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 
 from moe_core.cli import progress
@@ -97,11 +100,24 @@ def test_durations_are_seconds_and_then_minutes():
 
 
 def test_what_is_done_is_said_seldom_enough_for_a_log(clock, capsys):
-    with doing() as told:
+    with doing() as steps:
         for step in range(1, 1001):
             clock[0] += 1.0
-            told(f"step {step}")
+            steps.begin(f"step {step}")
     first, second, *_, last = lines = capsys.readouterr().err.splitlines()
     assert (first, second) == ("  step 10 ...", "  step 20 ...")
     assert last.startswith("  step ")
     assert 20 < len(lines) < 60
+
+
+def test_a_line_that_stays_is_not_written_into_a_spinners(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with doing() as steps:
+        steps.begin("sampling")
+        # As where what others print is kept apart.
+        with redirect_stderr(io.StringIO()):
+            steps.keep("1/2 done")
+    before, line, after = capsys.readouterr().err.partition("1/2 done")
+    assert line
+    assert "sampling" not in before.rpartition("\x1b[2K")[2]
+    assert "sampling" in after

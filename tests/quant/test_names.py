@@ -312,3 +312,40 @@ def test_a_table_in_which_an_expert_after_a_gap_differs() -> None:
     table = {name: "FLOAT" for name in _of_experts((0, 1, 3))} | {f"{EXPERTS}.3.up_proj": "W8A8_DYNAMIC"}
     with pytest.raises(SpecError, match=r"names expert 0, 1, 3 and not expert 2|experts or names disagree"):
         Weight(EXPERTS, "up", "bf16").entry(table)
+
+
+@pytest.mark.error_path
+def test_a_table_that_names_a_far_expert_alone() -> None:
+    # No set of all below it fits into memory.
+    with pytest.raises(SpecError, match=r"names expert 123456789 and not expert 0, 1, 2, 3, \.\.\.;"):
+        Weight(EXPERTS, "up", "bf16").entry({f"{EXPERTS}.123456789.up_proj": "FLOAT"})
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("number", ["9" * 10, "9" * 5000], ids=len)
+@pytest.mark.parametrize("num_experts", [None, NUMBER])
+def test_numbers_of_experts_that_no_layer_has(number: str, num_experts: int | None) -> None:
+    name = f"{EXPERTS}.{number}.up_proj"
+    awq, gptq = ({"quant_method": method, "bits": 4, "group_size": 128} for method in ("awq", "gptq"))
+    for config in (
+        {"quant_method": "quark", "global_quant_config": None, "exclude": [name]},
+        {"quant_method": "quark", "global_quant_config": None, "layer_quant_config": {name: {"weight": None}}},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {name: {"bits": 16}}},
+        awq | {"modules_to_not_convert": [name]},
+        gptq | {"modules_in_block_to_quantize": [f"mlp.experts.{number}.up_proj"]},
+    ):
+        with pytest.raises(SpecError, match=r"has the number 999999999\.\.\., which counts nothing"):
+            read_layer(config, EXPERTS, num_experts=num_experts)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "(" * 5000 + ")" * 5000], ids=["wrong", "large", "deep"])
+def test_patterns_that_python_does_not_compile(pattern: str) -> None:
+    for config in (
+        {"quant_method": "quark", "global_quant_config": None, "exclude": [f"re:{pattern}"]},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {pattern: {"bits": 16}}},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": [f"re:{pattern}"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {f"-:{pattern}": {}}},
+    ):
+        with pytest.raises(SpecError, match="is not a regular expression"):
+            read_layer(config, EXPERTS)

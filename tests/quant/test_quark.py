@@ -26,6 +26,7 @@ ALL = "global_quant_config"
     ("config", "match"),
     [
         (changed("quark_fp8_static", "rotation", 1), "field 'rotation'"),
+        ({"quant_method": "quark", "layer_quant_config": {}}, "expected global_quant_config, null if .* there is none"),
         (changed("quark_fp8_static", "export/weight_format", "fake_quantized"), "weight_format 'fake_quantized'"),
         (
             changed("quark_int4", "export/pack_method", "order"),

@@ -58,6 +58,14 @@ def test_no_module_or_several(layer: int | str, match: str) -> None:
         experts_module(NAMES, layer)
 
 
+@pytest.mark.error_path
+@pytest.mark.parametrize("digits", ["\u00b2", "9" * 5000], ids=["raised", "many"])
+def test_digits_that_make_no_number_are_words(digits: str) -> None:
+    names = [f"model.layers.{number}.mlp.experts.0.up_proj.weight" for number in (digits, 10, 9)]
+    with pytest.raises(WeightsError, match=rf"there are model.layers.{digits}.mlp.experts, model.layers.9.mlp.experts"):
+        experts_module(names, 0)
+
+
 @pytest.mark.parametrize("words", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
 @pytest.mark.parametrize("module", MODULES)
 def test_names_of_projections(words: tuple[str, str, str], module: str, tmp_path: Path) -> None:

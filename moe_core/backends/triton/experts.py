@@ -242,8 +242,13 @@ class TritonExperts:
         inside = rows.new_empty(size, dtype=self.w2.rounds_to if rounds else floats)
         inside_scale = self.w2.new_scale(inside) if rounds else None
         before_rounding, awaited = self._awaited(pair)
-        counts = before_rounding > 0
-        self.first(operand, tiles, inside, tile, row_scale=scale, out_scale=inside_scale, counts=counts, **gather)
+        self.first(
+            *(operand, tiles, inside, tile),
+            row_scale=scale,
+            out_scale=inside_scale,
+            counts_programs=before_rounding > 0,
+            **gather,
+        )
         in_use = operand, scale, inside
         if rounds:
             return _Inside(inside, inside_scale, awaited, in_use)

@@ -18,8 +18,8 @@ from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 
 _PACKING = {"int4": "int4", "fp4": "e2m1"}
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-#: Largest size of a stored code.
-_LARGEST_CODES = {"fp8": E4M3_MAX, "int8": 128.0, "int4": 8.0, "fp4": E2M1_MAX}
+#: Dtype of weights -> largest magnitude of a stored code.
+_LARGEST_STORED = {"fp8": E4M3_MAX, "int8": 128.0, "int4": 8.0, "fp4": E2M1_MAX}
 
 
 @attrs.frozen(eq=False)
@@ -90,12 +90,15 @@ def projection(weights: PreparedWeights, name: str, scheme: QuantScheme) -> Proj
 
 
 def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant, dtype: str) -> None:
-    """Raise `WeightsError` where canonical `tensors` have scales inside rows that are too large for their kernels.
+    """Refuse canonical weights whose scales inside rows are too large for their kernels.
 
     Args:
-        tensors: The weights.
+        tensors: The weights, by name.
         quant: Their schemes.
         dtype: Word of the layer's dtype, in which weights are multiplied by float rows.
+
+    Raises:
+        WeightsError: A scale of int4 is `INT4_SCALE_LIMIT` or more, or a weight of an fp16 layer may exceed fp16.
     """
     for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
         if not scheme.is_quantized or scheme.scales_whole_rows:
@@ -112,8 +115,8 @@ def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant, dtype: str) -
 
 def _check_values(name: str, scheme: QuantScheme, scale: Tensor, zero_point: Tensor | None) -> None:
     """Raise `WeightsError` where a code times its scale may be more than fp16 holds."""
-    codes = _LARGEST_CODES[scheme.weight_dtype] + (0 if zero_point is None else zero_point.abs().float())
-    largest = float((scale.abs() * codes).nan_to_num(0.0, posinf=torch.inf).amax()) if scale.numel() else 0.0
+    magnitudes = _LARGEST_STORED[scheme.weight_dtype] + (0 if zero_point is None else zero_point.abs().float())
+    largest = float((scale.abs() * magnitudes).nan_to_num(0.0, posinf=torch.inf).amax()) if scale.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise WeightsError(
             f"{name}: values up to {largest:.3g}, and runner triton multiplies the weights of an fp16 layer in fp16, "

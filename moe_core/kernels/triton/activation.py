@@ -11,7 +11,7 @@ from triton.language.extra import libdevice
 
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
-from moe_core.kernels.triton.interpreter import INTERPRETED, narrow
+from moe_core.kernels.triton.interpreter import INTERPRETED, narrow, wide
 from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program
 from moe_core.payloads import Tensor
@@ -137,10 +137,10 @@ def load_activated(
     if GATED:
         first = 2 * columns if INTERLEAVED else columns
         second = first + 1 if INTERLEAVED else columns + width
-        gate = tl.load(row_ptr + first, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(row_ptr + second, mask=mask, other=0.0).to(tl.float32)
+        gate = wide(tl.load(row_ptr + first, mask=mask, other=0.0))
+        up = wide(tl.load(row_ptr + second, mask=mask, other=0.0))
     else:
-        gate = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        gate = wide(tl.load(row_ptr + columns, mask=mask, other=0.0))
         up = gate
     return activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
 

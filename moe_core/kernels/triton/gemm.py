@@ -87,7 +87,7 @@ class GroupedGemm:
         order: Tensor | None = None,
         top_k: int = 1,
         out_scale: Tensor | None = None,
-        counts: bool = False,
+        counts_programs: bool = False,
         awaited: int = 0,
     ) -> Tensor:
         """Multiply every row of `tiles`.
@@ -101,7 +101,7 @@ class GroupedGemm:
             order: `[N]`, the slot of each row if `rows` are tokens, which are then gathered (`order[r] // top_k`).
             top_k: Slots per token, with `order`.
             out_scale: fp32 `[*, groups]`, gets the scales of `out` if that takes codes, fp8 or int8.
-            counts: Programs count themselves in the tiles whose rows they have written.
+            counts_programs: Programs count themselves in the tiles whose rows they have written.
             awaited: Start on a tile as soon as so many programs of the launch in front have counted themselves there,
                 instead of after its end.
 
@@ -119,7 +119,7 @@ class GroupedGemm:
         row_strides = rows.stride(0), out.stride(0), *(0 if s is None else s.stride(0) for s in (out_scale, row_scale))
         key = (
             *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None, out_scale is None),
-            *(is_aligned(rows), is_aligned(out), repeats, counts, awaited),
+            *(is_aligned(rows), is_aligned(out), repeats, counts_programs, awaited),
         )
         self._launches(
             key,
@@ -145,7 +145,7 @@ class GroupedGemm:
             ),
             lambda: self._constants(
                 tile,
-                {"REPEATS": repeats, "TMA_ROWS": by_descriptor, "COUNTS": counts, "AWAITED": awaited},
+                {"REPEATS": repeats, "TMA_ROWS": by_descriptor, "COUNTS_PROGRAMS": counts_programs, "AWAITED": awaited},
                 _scaling(rows, weight, row_scale),
                 out.dtype,
             ),

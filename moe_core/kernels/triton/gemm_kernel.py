@@ -167,7 +167,7 @@ def grouped_gemm(
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
     PANEL: tl.constexpr,
-    COUNTS: tl.constexpr,
+    COUNTS_PROGRAMS: tl.constexpr,
     AWAITED: tl.constexpr,
     PDL: tl.constexpr,
     KIND: tl.constexpr,
@@ -323,7 +323,7 @@ def grouped_gemm(
                 out.dtype.element_ty,
             )
         tl.store(pointers, value, mask=there[:, None] & (out_columns[None, :] < width))
-        if COUNTS:
+        if COUNTS_PROGRAMS:
             count_program(entry)
     if PDL and AWAITED:
         # So that launches end in their order.

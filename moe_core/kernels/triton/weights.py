@@ -165,8 +165,8 @@ def _int4s(words, zero, scale, CODES: tl.constexpr):
 def _e2m1_pair(words, AT: tl.constexpr, scale, DTYPE: tl.constexpr):
     """Codes of four bits from bits `AT` and `AT + 16` on -> two of 0, 0.5, 1, 1.5, 2, 3, 4, 6, signed by their bit 3.
 
-    Sign, exponent and fraction are put where bf16 has its own; the biases differ by 126. Both are multiplied by `scale`
-    in `DTYPE`, bf16 or fp32.
+    Sign, exponent and fraction are put where bf16 has its own; the biases differ by 126. Both are multiplied by
+    `scale`, which is of `DTYPE`, bf16 or fp32.
     """
     # As int32, -0x7FFF8000 is 0x80008000, the sign bits, and -0x10000 is 0xFFFF0000; the factor is 2**126.
     signs = words << (12 - AT)
@@ -183,7 +183,7 @@ def _e2m1_pair(words, AT: tl.constexpr, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def _e2m1s(words, scale, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """`[..., n]` words of two or eight codes -> `[..., n, 2]` or `[..., n, 2, 2, 2]`."""
+    """`[..., n]` words of two or eight codes -> `[..., n, 2]` or `[..., n, 2, 2, 2]`, times `scale`, in `DTYPE`."""
     first, fifth = _e2m1_pair(words, 0, scale, DTYPE)
     second, sixth = _e2m1_pair(words, 4, scale, DTYPE)
     if CODES == 2:
@@ -193,6 +193,21 @@ def _e2m1s(words, scale, CODES: tl.constexpr, DTYPE: tl.constexpr):
         fourth, eighth = _e2m1_pair(words, 12, scale, DTYPE)
         values = _woven(first, second, third, fourth, fifth, sixth, seventh, eighth)
     return values
+
+
+@triton.jit
+def _scaled_e2m1s(words, scale, factor, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """`_e2m1s` times `factor`, the values of the stored `scale` (or None), for operands of `DTYPE`."""
+    # A code has two bits, such a scale eight at most: fp32 has the whole product, and what is rounded to bf16 then is
+    # what bf16 makes of it at once.
+    IS_SHORT: tl.constexpr = (
+        scale is None or scale.dtype == tl.uint8 or scale.dtype == tl.float8e4nv or scale.dtype == tl.bfloat16
+    )
+    # The interpreter cannot multiply bf16.
+    BY: tl.constexpr = tl.bfloat16 if IS_SHORT and tl.bfloat16 == DTYPE and not INTERPRETED else tl.float32
+    if scale is not None:
+        factor = factor.to(BY)
+    return _e2m1s(words, factor, CODES, BY)
 
 
 @triton.jit
@@ -214,9 +229,9 @@ def _scale_values(raw):
 
 @triton.jit
 def _floats(codes):
-    """Codes of 8 bits in fp32; to convert an integer takes as long as eight sums."""
+    """Stored values that are not packed, in fp32; to convert an integer takes as long as eight sums."""
     if tl.int8 == codes.dtype:
-        # The last bits of 1.5 * 2**23.
+        # The number with these bits is 1.5 * 2**23, near which fp32 has the integers and nothing between them.
         return (codes.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     return wide(codes)
 
@@ -263,15 +278,7 @@ def load_weight_only(
     if PACKING == "int4":
         values = _int4s(raw.to(tl.int32), offset + 8.0, factor, CODES)
     elif PACKING == "e2m1":
-        # Products with such scales have so few bits that bf16 rounds once, as fp32 would before it.
-        SHORT: tl.constexpr = (
-            scale is None or scale.dtype == tl.uint8 or scale.dtype == tl.float8e4nv or scale.dtype == tl.bfloat16
-        )
-        # The interpreter cannot multiply bf16.
-        MULTIPLIED: tl.constexpr = tl.bfloat16 if SHORT and tl.bfloat16 == DTYPE and not INTERPRETED else tl.float32
-        if scale is not None:
-            factor = factor.to(MULTIPLIED)
-        values = _e2m1s(raw.to(tl.int32), factor, CODES, MULTIPLIED)
+        values = _scaled_e2m1s(raw.to(tl.int32), scale, factor, CODES, DTYPE)
     else:
         values = (_floats(raw) - offset) * factor
     values = tl.reshape(values, (values.shape[0], BK))

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from moe_core.quant.hf.auto_round_scheme import DESCRIBING, FULL_BITS, SCHEME_FIELDS, Layer
-from moe_core.quant.hf.fields import names_in, refuse_unknown, table, whole_number
+from moe_core.quant.hf.fields import agreed, expression, names_in, refuse_unknown, table, whole_number
 from moe_core.quant.hf.name_list import is_listed, names_all, numbers_in
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.stored import StoredScheme
@@ -61,11 +61,7 @@ def _own_fields(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] 
     found = weight.entry(extra)
     if found is None:
         meant = [entry for entry in _expressions(tuple(extra)) if _is_found(entry, weight)]
-        others = [entry for entry in meant if extra[entry] != extra[meant[0]]]
-        if others:
-            # AutoRound takes the first, but files are written with sorted keys.
-            raise weight.error(f"extra_config: {meant[0]!r} and {others[0]!r} both mean it and differ")
-        found = extra[meant[0]] if meant else None
+        found = agreed(extra, meant, "extra_config", weight)
     if found is not None and not isinstance(found, Mapping):
         raise weight.error(f"expected extra_config to be layers with fields, got {found!r}")
     return found
@@ -82,14 +78,12 @@ def _is_name(entry: str) -> bool:
 
 
 def _is_found(entry: str, weight: Weight) -> bool:
-    """Whether an expression, as a part of a name is one, is found in the weight's name; alike in all experts."""
+    """Whether an expression, or a part of a name, is found in the weight's name; alike in all experts."""
+    # Most are names of other modules, which are told at a glance.
     if _is_name(entry) and not any(entry in name for name in (*weight.names, *weight.names_in(0))):
         return False
-    try:
-        expression = re.compile(entry)
-    except re.error as error:
-        raise weight.error(f"extra_config {entry!r} is not a regular expression ({error})") from error
-    return names_all(weight, lambda name: expression.search(name) is not None, numbers_in(entry))
+    searched = expression(entry, weight)
+    return names_all(weight, lambda name: searched.search(name) is not None, numbers_in(entry))
 
 
 def _is_in_blocks(config: Mapping[str, Any], weight: Weight) -> bool:

@@ -99,6 +99,7 @@ class Layer:
         return StoredScheme(scheme, storage)
 
     def _layout(self, symmetric: bool) -> str:
+        """Word of `STORAGES` for integers."""
         word = self._packing() or "auto"
         head, *parts = ["auto_round", "auto_gptq"] if word == "auto" else word.split(":")
         layouts = [part for part in parts if part in _LAYOUTS]
@@ -106,15 +107,15 @@ class Layer:
             known = ", ".join(("auto_round", *(f"auto_round:{layout}" for layout in _LAYOUTS)))
             raise self.weight.error(f"packing_format {word!r} of integers is not read; known: {known}")
         declared = _LAYOUTS[layouts[0]] if layouts else "gptq_v2"
-        without_model = look_up(self.config, "model_free", {None: False, False: False, True: True}, self.weight)
-        return self._layout_without_model(symmetric) if without_model and declared != "awq" else declared
+        is_model_free = look_up(self.config, "model_free", {None: False, False: False, True: True}, self.weight)
+        return self._model_free_layout(symmetric) if is_model_free and declared != "awq" else declared
 
-    def _layout_without_model(self, symmetric: bool) -> str:
+    def _model_free_layout(self, symmetric: bool) -> str:
         """Of the writer that needs no model, which packs by the layer and declares by the whole."""
         if symmetric:
             return "gptq"
         version = text(self.config, "autoround_version", self.weight)
-        found = re.match(r"(\d+)\.(\d+)", version or "")
+        found = re.match(r"(\d{1,9})\.(\d{1,9})(?!\d)", version or "")
         if found is None:
             raise self.weight.error(
                 "model_free with zero points: whether they are stored less one follows from autoround_version, which "
@@ -125,7 +126,7 @@ class Layer:
     def _mx(self) -> StoredScheme:
         """OCP MX, 4 or 8 bits, with activations of either or left alone."""
         weight = self.weight
-        look_up({"packing_format": self._packing()}, "packing_format", {"auto_round:llm_compressor": None}, weight)
+        self._check_packing("auto_round:llm_compressor")
         look_up(self.fields, "group_size", {32: None}, weight)
         dtypes = {4: "fp4", 8: "fp8"}
         dtype = look_up(self.fields, "bits", dtypes, weight)
@@ -145,7 +146,7 @@ class Layer:
 
     def _nvfp4(self) -> StoredScheme:
         weight = self.weight
-        look_up({"packing_format": self._packing()}, "packing_format", {"auto_round:llm_compressor": None}, weight)
+        self._check_packing("auto_round:llm_compressor")
         look_up(self.fields, "group_size", {16: None}, weight)
         look_up(self.fields, "bits", {4: None}, weight)
         if self._act_bits() is None:
@@ -158,8 +159,7 @@ class Layer:
     def _fp8(self) -> StoredScheme:
         """e4m3 per tensor, channel or tile."""
         weight = self.weight
-        packings = dict.fromkeys((None, "fp8", "auto_round:fp8", "auto_round:fp8_static"))
-        look_up({"packing_format": self._packing()}, "packing_format", packings, weight)
+        self._check_packing(None, "fp8", "auto_round:fp8", "auto_round:fp8_static")
         look_up(self.config, "fmt", dict.fromkeys((None, "e4m3")), weight)
         look_up(self.fields, "bits", {8: None}, weight)
         block = self._fp8_block()
@@ -169,6 +169,7 @@ class Layer:
         return StoredScheme(scheme, "scaled")
 
     def _fp8_block(self) -> tuple[int, int]:
+        """(rows, columns) of a weight that share a scale."""
         size, again = self.fields.get("group_size"), self.config.get("weight_block_size")
         if not isinstance(size, (list, tuple)):
             return look_up(self.fields, "group_size", {-1: (1, WHOLE), 0: (WHOLE, WHOLE)}, self.weight)
@@ -180,6 +181,7 @@ class Layer:
         return (size[0], size[1])
 
     def _fp8_activations(self, width: int) -> dict[str, Any]:
+        """The `activation_*` fields of a scheme; dynamic scales are those of `width` columns."""
         if self._act_bits() is None:
             return {}
         look_up(self.fields, "act_bits", {8: None}, self.weight)
@@ -206,10 +208,14 @@ class Layer:
         return bits if bits < FULL_BITS else None
 
     def _group(self) -> int:
+        """Columns of integers that share a scale; `WHOLE` is all."""
         group = whole_number(self.fields, "group_size", self.weight)
         if group < 1 and group != WHOLE:
             raise self.weight.error(f"expected group_size of integers to be positive or {WHOLE}, got {group}")
         return group
+
+    def _check_packing(self, *known: str | None) -> None:
+        look_up({"packing_format": self._packing()}, "packing_format", dict.fromkeys(known), self.weight)
 
     def _packing(self) -> str | None:
         """The word for the packing, which stood in `backend` at first, where kernels stand now."""

@@ -12,7 +12,7 @@ from moe_core.quant.hf.auto_round_scheme import DESCRIBING
 from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, text, whole_number
 from moe_core.quant.hf.name_list import is_listed, matches, names_all
 from moe_core.quant.hf.quark_export import check_export, check_order
-from moe_core.quant.hf.weight import Weight
+from moe_core.quant.hf.weight import Weight, number_of
 from moe_core.quant.scheme import WHOLE
 from moe_core.quant.stored import StoredScheme
 
@@ -157,7 +157,7 @@ def _is_in_block(config: Mapping[str, Any], weight: Weight) -> bool:
         raise weight.error(f"expected {field} to be a list of names or of lists of names, got {lists!r}")
     inside = [name for names in lists for name in _names(names, field, weight)]
     endings = tuple(f".{name}" for name in inside)
-    numbers = {int(part) for name in inside for part in name.split(".") if part.isdecimal()}
+    numbers = {number_of(part) for name in inside for part in name.split(".") if part.isdecimal()}
     every = range(weight.num_experts or 0) if numbers else ()
     return names_all(weight, lambda name: name.endswith(endings), numbers.union(every))
 

@@ -17,7 +17,8 @@ from functools import lru_cache
 import attrs
 
 from moe_core.errors import SpecError
-from moe_core.quant.hf.weight import Weight, without_container
+from moe_core.quant.hf.fields import UNCOMPILED
+from moe_core.quant.hf.weight import Weight, number_of, without_container
 
 #: Numbers of experts that are compared in any case.
 _SAMPLE = (*range(12), 99, 100, 127, 255)
@@ -139,7 +140,7 @@ def _compiled(entries: tuple[str, ...]) -> _Compiled:
         else:
             names.add(plain)
             if single := re.fullmatch(r"(.+)\.(\d+)(?:\.\w+)?", plain):
-                experts.setdefault(single[1], set()).add(int(single[2]))
+                experts.setdefault(single[1], set()).add(number_of(single[2]))
     # A name with a number is that layer's: layers.0 is not layers.0 of the draft layers under mtp.
     parts = {name for name in names if not any(place.isdecimal() for place in name.split("."))}
     frozen = {key: frozenset(numbers) for key, numbers in experts.items()}
@@ -162,5 +163,5 @@ def _patterns(entry: str) -> tuple[str, ...]:
 def _expression(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except UNCOMPILED as error:
         raise SpecError(f"quantization_config: {pattern!r} is not a regular expression ({error})") from error

@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, tables
+from moe_core.quant.hf.fields import agreed, expression, look_up, names_in, refuse_unknown, table, tables
 from moe_core.quant.hf.name_list import names_all, numbers_in
 from moe_core.quant.hf.quark_export import check_export, check_order
 from moe_core.quant.hf.quark_specs import read_specs
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.stored import StoredScheme
 
+#: What is said of the whole model.
+_WHOLE = "global_quant_config"
 _USED = (
     "quant_method",
-    "global_quant_config",
+    _WHOLE,
     "layer_type_quant_config",
     "layer_quant_config",
     "exclude",
@@ -42,6 +44,9 @@ _EXPERTS_CLASS = "Linear"
 def read_quark(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
     """The specifications of the layer or pattern that means the weight, of linear layers, or of all."""
     refuse_unknown(config, weight, _USED, _HARMLESS)
+    if _WHOLE not in config:
+        # Without it everything would be unquantized, and a misspelt one is not told from none.
+        raise weight.error(f"expected {_WHOLE}, null if it is for single layers alone; there is none")
     _check_algorithms(config, weight)
     check_export(config, weight)
     excluded = names_in(config, "exclude", weight=weight)
@@ -65,21 +70,19 @@ def read_quark(config: Mapping[str, Any], weight: Weight) -> StoredScheme:
 
 
 def _layer(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | None:
+    """What is said of the weight, of linear layers where nothing is, or of all; None if nothing is said at all."""
     layers = tables(config, "layer_quant_config", weight, "names with specifications")
-    meant = _meant(tuple(layers), layers, weight)
-    others = [name for name in meant if layers[name] != layers[meant[0]]]
-    if others:
-        # Quark takes the first, but files are written with sorted keys.
-        raise weight.error(f"layer_quant_config: {meant[0]!r} and {others[0]!r} both mean it and differ")
-    if meant:
-        return layers[meant[0]]
+    own = agreed(layers, _meant(tuple(layers), layers, weight), "layer_quant_config", weight)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
     classes = tables(config, "layer_type_quant_config", weight, "classes with specifications")
-    return classes.get(_EXPERTS_CLASS) or table(config, "global_quant_config", weight, "specifications")
+    return classes.get(_EXPERTS_CLASS) or table(config, _WHOLE, weight, "specifications")
 
 
 def _meant(names: tuple[str, ...], says: Mapping[str, Any], weight: Weight) -> tuple[str, ...]:
     """The names and patterns that mean the weight; single experts must all be named, and `says` alike of them."""
     plain, patterns = _split(names)
+    # Raises where experts are told apart; which names there are is asked below.
     weight.entry(says)
     own = [name for name in (*weight.names, *weight.names_in(0)) if name in plain]
     return (*own, *(pattern for pattern in patterns if _is_match(pattern, weight)))
@@ -93,13 +96,10 @@ def _split(names: tuple[str, ...]) -> tuple[frozenset[str], Sequence[str]]:
 
 
 def _is_match(pattern: str, weight: Weight) -> bool:
-    """Whether a pattern matches the weight's whole name; what lies below a name that it matches is not meant."""
+    """Whether a pattern matches the weight's name: wildcards the whole of it, an expression (`re:`) its beginning."""
     marked = pattern.startswith("re:")
-    try:
-        expression = re.compile(pattern.removeprefix("re:") if marked else fnmatch.translate(pattern))
-    except re.error as error:
-        raise weight.error(f"{pattern!r} is not a regular expression ({error})") from error
-    return names_all(weight, lambda name: expression.match(name) is not None, numbers_in(pattern))
+    matched = expression(pattern.removeprefix("re:") if marked else fnmatch.translate(pattern), weight)
+    return names_all(weight, lambda name: matched.match(name) is not None, numbers_in(pattern))
 
 
 def _check_algorithms(config: Mapping[str, Any], weight: Weight) -> None:

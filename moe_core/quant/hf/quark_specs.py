@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from moe_core.quant.hf.fields import look_up, refuse_unknown, whole_number
+from moe_core.quant.hf.fields import Value, look_up, refuse_unknown, whole_number
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.known import NVFP4, NVFP4_W4A16
 from moe_core.quant.scheme import PER_TENSOR, WHOLE
@@ -32,8 +32,10 @@ _USED = (
 )
 #: How ranges were found, how codes were rounded, and how memory was spared.
 _HARMLESS = ("observer_cls", "round_method", "enable_buffer_reuse", "max_input_numel", "qat_spec")
+#: Quark's word -> dtype of weights, and of activations.
 _WEIGHTS = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "fp4"}
 _ACTIVATIONS = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "fp4": "fp4"}
+#: `scale_format` -> dtype of scales.
 _SCALES = {None: "fp32", "float32": "fp32", "e8m0": "e8m0"}
 #: (dtype, qscheme) -> storage of weights.
 _STORAGES = {
@@ -53,7 +55,7 @@ _STORAGES = {
 
 @attrs.frozen
 class _Spec:
-    """One stage of a tensor's quantization."""
+    """One stage of a tensor's quantization: its fields as given, with `axis` as `ch_axis`."""
 
     given: Mapping[str, Any]
     weight: Weight
@@ -65,27 +67,30 @@ class _Spec:
         look_up(given, "mx_element_dtype", {None: None}, weight)
         return cls({**given, "ch_axis": given.get("ch_axis", given.get("axis"))}, weight)
 
-    def look_up(self, field: str, meanings: Mapping[Any, Any]) -> Any:
+    def look_up(self, field: str, meanings: Mapping[Any, Value]) -> Value:
         return look_up(self.given, field, meanings, self.weight)
 
     @property
     def is_dynamic(self) -> bool:
         field = "is_dynamic" if "is_dynamic" in self.given else "dynamic"
-        return bool(self.look_up(field, {None: False, False: False, True: True}))
+        return self.look_up(field, {None: False, False: False, True: True})
 
     @property
-    def symmetric(self) -> bool:
-        return bool(self.look_up("symmetric", {None: True, True: True, False: False}))
+    def is_symmetric(self) -> bool:
+        return self.look_up("symmetric", {None: True, True: True, False: False})
 
     @property
-    def scales_scales(self) -> bool:
-        return bool(self.look_up("is_scale_quant", {None: False, False: False, True: True}))
+    def is_of_scales(self) -> bool:
+        """Whether what is quantized are the scales of the stage before."""
+        return self.look_up("is_scale_quant", {None: False, False: False, True: True})
 
     @property
     def kind(self) -> tuple[Any, Any]:
+        """Its dtype and qscheme, as given."""
         return self.given.get("dtype"), self.given.get("qscheme")
 
     def group(self) -> int:
+        """Columns that share a scale."""
         self.look_up("ch_axis", dict.fromkeys((-1, 1)))
         size = whole_number(self.given, "group_size", self.weight)
         if size < 1:
@@ -98,7 +103,7 @@ class _Spec:
         if qscheme == "per_tensor":
             return (WHOLE, WHOLE)
         if qscheme == "per_channel":
-            return self.look_up("ch_axis", {0: (1, WHOLE)})  # type: ignore[no-any-return]
+            return self.look_up("ch_axis", {0: (1, WHOLE)})
         if qscheme == "per_group":
             return (1, self.group())
         sizes = self.given.get("block_size")
@@ -128,13 +133,13 @@ def read_specs(weights: Any, activations: Any, weight: Weight) -> StoredScheme:
 
 def _fields(spec: _Spec, dtype: str) -> dict[str, Any]:
     """`weight_dtype`, `weight_block`, `weight_scale` and `zero_point` of a scheme."""
-    if spec.is_dynamic or spec.scales_scales:
+    if spec.is_dynamic or spec.is_of_scales:
         raise spec.weight.error(f"weights with is_dynamic or is_scale_quant are not understood: {dict(spec.given)!r}")
     return {
         "weight_dtype": dtype,
         "weight_block": spec.block(),
         "weight_scale": spec.look_up("scale_format", _SCALES),
-        "zero_point": not spec.symmetric,
+        "zero_point": not spec.is_symmetric,
     }
 
 
@@ -142,11 +147,11 @@ def _read_stages(weights: Any, activations: Any, weight: Weight) -> StoredScheme
     """NVFP4, whose second stage is for scales, or int4 on top of fp8, of which nothing but a factor is left."""
     stages = [_Spec.of(stage, weight) for stage in weights]
     kinds = [stage.kind for stage in stages]
-    if kinds == [("fp4", "per_group"), ("fp8_e4m3", "per_tensor")] and stages[1].scales_scales:
+    if kinds == [("fp4", "per_group"), ("fp8_e4m3", "per_tensor")] and stages[1].is_of_scales:
         return _read_nvfp4(stages, activations, weight)
     if kinds == [("fp8_e4m3", "per_tensor"), ("int4", "per_channel")] and not stages[0].is_dynamic:
         fields = {**_fields(stages[1], "int4"), "global_scale": True}
-        if fields["zero_point"] or stages[0].scales_scales:
+        if fields["zero_point"] or stages[0].is_of_scales:
             raise weight.error("int4 on top of fp8 with zero points or scales of scales is not read")
         return StoredScheme(weight.scheme(**fields, **_activation_fields(activations, weight)), "quark_int4_fp8")
     listed = ", then ".join(f"{dtype} {qscheme}" for dtype, qscheme in kinds)
@@ -167,7 +172,7 @@ def _read_nvfp4(stages: list[_Spec], activations: Any, weight: Weight) -> Stored
         raise weight.error(f"expected input_tensors beside NVFP4 weights to be in two stages, got {activations!r}")
     inputs = [_Spec.of(stage, weight) for stage in activations]
     if [stage.kind for stage in inputs] != [stage.kind for stage in stages] or not (
-        inputs[1].scales_scales and inputs[0].is_dynamic and not inputs[1].is_dynamic and inputs[0].group() == 16
+        inputs[1].is_of_scales and inputs[0].is_dynamic and not inputs[1].is_dynamic and inputs[0].group() == 16
     ):
         raise weight.error("input_tensors beside NVFP4 weights are read as fp4 in groups of 16 with fp8_e4m3 scales")
     return StoredScheme(NVFP4, "quark_nvfp4")
@@ -197,10 +202,11 @@ def _activation_fields(given: Any, weight: Weight) -> dict[str, Any]:
 
 
 def _dynamic_group(spec: _Spec) -> int:
+    """Columns of activations that share a scale that follows from them."""
     qscheme = spec.look_up("qscheme", {s: s for s in ("per_tensor", "per_channel", "per_group")})
     if qscheme == "per_tensor":
         return PER_TENSOR
     if qscheme == "per_group":
         return spec.group()
     # The axis of tokens behind that of sequences.
-    return spec.look_up("ch_axis", {1: WHOLE})  # type: ignore[no-any-return]
+    return spec.look_up("ch_axis", {1: WHOLE})

@@ -6,6 +6,7 @@ or without the prefix that a larger model puts before its text part.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -22,6 +23,11 @@ from moe_core.vocabulary import FLOAT_DTYPES, one_of
 
 #: What may stand before the text part's names, longest first; names are compared without it.
 CONTAINERS = ("model.language_model.", "language_model.model.", "language_model.", "thinker.model.", "model.", "")
+
+#: Most experts that an error lists.
+_SHOWN = 4
+#: Digits of a number that counts anything.
+_MOST_DIGITS = 9
 
 
 @attrs.frozen
@@ -85,7 +91,10 @@ class Weight:
         if not found:
             return None
         experts = set(singles.values())
-        self.require_alike(experts, set(range(self.num_experts or max(experts, default=0) + 1)) - experts)
+        every = range(self.num_experts or max(experts, default=0) + 1)
+        # A number may be of any size, and the first that are left out say as much as all.
+        others = itertools.islice((expert for expert in every if expert not in experts), _SHOWN + 1)
+        self.require_alike(experts, set(others))
         first, value = next(iter(found.items()))
         for name, other in found.items():
             if other != value:
@@ -103,7 +112,7 @@ class Weight:
         inside, name_of = f"{without_container(self.experts)}.", _single(self.experts, self.half, suffix)
         # Most of some hundred thousand names are other modules'.
         found = ((name, name_of.fullmatch(name)) for name in table if inside in name)
-        return {name: int(single[1]) for name, single in found if single} if self.experts else {}
+        return {name: number_of(single[1]) for name, single in found if single} if self.experts else {}
 
 
 def experts_and_halves(module: str) -> tuple[str, tuple[str, ...]]:
@@ -114,6 +123,17 @@ def experts_and_halves(module: str) -> tuple[str, tuple[str, ...]]:
         return module, HALVES
     above, _, index = head.rpartition(".")
     return (above if index.isdecimal() else head), meant
+
+
+def number_of(digits: str) -> int:
+    """The number that a name has of a layer or an expert; Python itself gives up at some thousand digits.
+
+    Raises:
+        SpecError: It is too large to be one.
+    """
+    if len(digits) > _MOST_DIGITS:
+        raise SpecError(f"quantization_config: a name has the number {digits[:_MOST_DIGITS]}..., which counts nothing")
+    return int(digits)
 
 
 def without_container(name: str) -> str:
@@ -132,7 +152,7 @@ def _leaves(half: str) -> tuple[str, ...]:
 
 def _some(experts: AbstractSet[int]) -> str:
     first = [str(expert) for expert in sorted(experts)]
-    return ", ".join([*first[:4], *(["..."] if len(first) > 4 else [])])
+    return ", ".join([*first[:_SHOWN], *(["..."] if len(first) > _SHOWN else [])])
 
 
 @lru_cache(maxsize=4096)

@@ -95,7 +95,7 @@ def test_weights_in_panels(spec: ActivationSpec, panel: int, own_rows: bool, til
     slots = sort_slots(ids.to(DEVICE), EXPERTS, tile.m)
     inside, rows = on_device.new_empty(tokens * TOP_K, inner), on_device.new_empty(tokens * TOP_K, hidden_size)
     gather = {"order": slots.order, "top_k": TOP_K}
-    GroupedGemm(w13, activation=spec)(on_device, slots.tiles, inside, tile, counts=own_rows, **gather)
+    GroupedGemm(w13, activation=spec)(on_device, slots.tiles, inside, tile, counts_programs=own_rows, **gather)
     programs = -(-inner // tile.n) if own_rows else 0
     assert set(slots.tiles.table[slots.tiles.table[:, 0] >= 0, 4].tolist()) == {programs}
     GroupedGemm(w2)(inside, slots.tiles, rows, tile, awaited=programs)
