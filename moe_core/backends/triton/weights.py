@@ -101,7 +101,8 @@ def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant, dtype: str) -
         WeightsError: A scale of int4 is `INT4_SCALE_LIMIT` or more, or a weight of an fp16 layer may exceed fp16.
     """
     for name, scheme in (("w13", quant.w13), ("w2", quant.w2)):
-        if not scheme.is_quantized or scheme.scales_whole_rows:
+        may_overflow = dtype == "fp16" and scheme.activation_dtype == "same"
+        if not scheme.is_quantized or scheme.scales_whole_rows or not (scheme.weight_dtype == "int4" or may_overflow):
             continue
         scale = scale_values(tensors[f"{name}_scale"])
         if scheme.weight_dtype == "int4" and bool((scale.abs() >= INT4_SCALE_LIMIT).any()):
@@ -109,7 +110,7 @@ def check_scales(tensors: Mapping[str, Tensor], quant: LayerQuant, dtype: str) -
                 f"{name}_scale: up to {float(scale.abs().amax()):.3g}, and runner triton multiplies int4 by "
                 f"scales below {INT4_SCALE_LIMIT:.3g}; check the checkpoint, or choose runner torch"
             )
-        if dtype == "fp16" and scheme.activation_dtype == "same":
+        if may_overflow:
             _check_values(name, scheme, scale, tensors.get(f"{name}_zero_point"))
 
 
