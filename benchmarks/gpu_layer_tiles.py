@@ -36,10 +36,12 @@ from moe_core.kernels.panels import ROW_BYTES
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.manager import default_manager
 from moe_core.measurements import MeasurementTable
+from moe_core.payloads import TORCH_DTYPES
 from moe_core.planner import make_plan
 from moe_core.quant import SCHEMES
+from moe_core.request import LayerRequest
 from moe_core.tuning.layers import Batches, random_weights
-from moe_core.tuning.shapes import SHAPES
+from moe_core.tuning.shapes import SHAPES, LayerShape
 from moe_core.tuning.timing import Prepared, Timing, prepare, take_turns
 from moe_core.weights.expected import expected_tensors
 
@@ -99,24 +101,34 @@ def rows_per_tile(mean: float) -> tuple[int, ...]:
 # --- compiling
 
 
-def _compile_only() -> None:
+def compile_layers_only() -> None:
+    """`compile_only` for whole layers."""
     compile_only()
     # On a GPU launches depend on each other.
     device._INTERPRETED = attrs.evolve(device._INTERPRETED, pdl=True)
 
 
-def _compile(job: tuple[str, str, str, TilePair]) -> str:
+def layer_request(scheme: str, shape: LayerShape, runner: str) -> LayerRequest:
+    """The layer in bf16, unquantized ones in the dtype that their scheme is called."""
+    dtype = scheme if scheme in TORCH_DTYPES else "bf16"
+    return shape.request(quant=SCHEMES[scheme], runner_backend=runner, dtype=dtype)
+
+
+def compile_layer(job: tuple[str, str, str, TilePair]) -> str:
+    """Compile what a layer of this scheme, shape and runner launches with these tiles; what failed, or nothing."""
     scheme, shape, runner, pair = job
     try:
-        request = attrs.evolve(SHAPES[shape], num_experts=SHAPES[shape].top_k)
-        layer_request = request.request(quant=SCHEMES[scheme], runner_backend=runner)
-        wanted = expected_tensors(layer_request, request.top_k)
-        tensors = {name: torch.zeros(each.shape, dtype=each.dtypes[0]) for name, each in wanted.items()}
+        sizes = attrs.evolve(SHAPES[shape], num_experts=SHAPES[shape].top_k)
+        request = layer_request(scheme, sizes, runner)
+        wanted = expected_tensors(request, request.top_k)
+        # Some scales may not be zero.
+        tensors = {name: torch.ones(each.shape).to(each.dtypes[0]) for name, each in wanted.items()}
         ids = torch.arange(request.top_k).repeat(2, 1)
-        layer = MoELayer(layer_request, environment=load_environment("h100"))
+        layer = MoELayer(request, environment=load_environment("h100"))
         with only(pair):
             layer.load_weights(RawWeights(tensors=tensors))
-        layer(torch.zeros(2, request.hidden_size).bfloat16(), ids, torch.ones(2, request.top_k))
+        hidden_states = torch.zeros(2, request.hidden_size, dtype=TORCH_DTYPES[request.dtype])
+        layer(hidden_states, ids, torch.ones(2, request.top_k))
     except Exception as error:
         return f"{scheme} {_written(pair)}: {type(error).__name__}: {str(error)[-200:]}"
     return ""
@@ -146,7 +158,7 @@ class Race:
 
     def __init__(self, scheme: str, shape: str, runner: str, log: list[dict[str, Any]]) -> None:
         self.scheme, self.shape, self.panels, self.log = scheme, shape, in_panels(runner), log
-        self.request = SHAPES[shape].request(quant=SCHEMES[scheme], runner_backend=runner)
+        self.request = layer_request(scheme, SHAPES[shape], runner)
         self.manager = default_manager()
         self.plan, _ = make_plan(self.manager, self.request, self.manager.probe("cuda"), MeasurementTable())
         raw = RawWeights(tensors=random_weights(self.request, "cuda"))
@@ -265,7 +277,7 @@ def main(
     began = time.perf_counter()
     wanted = cells or list(CELLS)
     jobs = [*dict.fromkeys(job for cell in wanted for job in jobs_of(cell, runner))]
-    precompile(jobs, _compile, _compile_only)
+    precompile(jobs, compile_layer, compile_layers_only)
     print(f"{len(jobs)} pairs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     log: list[dict[str, Any]] = []

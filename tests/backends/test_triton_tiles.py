@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from triton_layers import pretend_card, triton_layer
@@ -73,6 +74,15 @@ def test_a_layer_gets_the_tiles_of_its_card(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_descriptors_where_the_device_or_the_weights_have_none() -> None:
     table = TileTable(operands="half", shared_bytes=LARGE, descriptors=False)
     assert not any(tile.tma or tile.tma_rows or tile.resident for tile in table.choose(1000))
+
+
+def test_no_program_stays_with_results_of_32_bits_beside_its_steps() -> None:
+    narrow, wide = (
+        TileTable(operands="half", shared_bytes=LARGE, descriptors=True, wide_results=wide).choose(1000)
+        for wide in (False, True)
+    )
+    assert narrow[1].resident
+    assert wide == (narrow[0], attrs.evolve(narrow[1], resident=0))
 
 
 def test_a_step_stays_inside_a_block_of_scales() -> None:

@@ -11,18 +11,14 @@ from typing import Any
 
 import attrs
 import torch
+from compiling import compile_only
 from layers import random_tokens
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime import driver, jit
 from triton_layers import both_manager
 
 from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.activation import SWIGLU_OAI
-from moe_core.backends.triton import device
 from moe_core.environment import load_environment
 from moe_core.kernels import ops
-from moe_core.kernels.triton import ids as triton_ids
 from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.peer import kernels as peer_kernels
 from moe_core.kernels.triton.peer.buffer import PeerBuffer
@@ -64,38 +60,9 @@ PEERS = (
 )
 
 
-class _Target:
-    """Triton's driver interface, as far as compiling needs it."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: object = None) -> int:
-        return 0
-
-
 def main(capability: int) -> None:
     """Compile, and print each kernel's name once per variant."""
-    driver.set_active(_Target(capability))
-    run = jit.JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        print(self.fn.__name__)
-        return kernel
-
-    jit.JITFunction.run = compile_only
-    # Such a GPU has dependent launches, the interpreter has none.
-    device._INTERPRETED = attrs.evolve(device._INTERPRETED, pdl=True)
-    triton_ids.has_dependent_launches = lambda device: True
-    # What is compiled already would be launched.
-    CompiledKernel.run = lambda self, *arguments: None
+    compile_only(capability, lambda name, _: print(name))
     for scheme, token_counts in LAYERS.items():
         request = LayerRequest(
             num_experts=4, top_k=2, hidden_size=256, intermediate_size=128, quant=scheme, runner_backend="triton"

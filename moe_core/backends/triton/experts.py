@@ -61,7 +61,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
     row_dtype = torch.float32 if request.dtype == "fp16" else dtype
     # Nobody has looked at the ids before a fused runner; on a GPU its first kernel does.
     is_unchecked = format_ == "fused"
-    table = _tile_table(request, device, w13, w2)
+    table = _tile_table(request, device, w13, w2, row_dtype)
     one_token = None
     # Nothing but weights in the layer's dtype, biases and a formula.
     if activation is not None and w13.is_plain and w2.is_plain and weights.post_norm is None and not weight_on_input:
@@ -93,13 +93,16 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
     )
 
 
-def _tile_table(request: LayerRequest, device: Device, w13: Projection, w2: Projection) -> TileTable:
+def _tile_table(
+    request: LayerRequest, device: Device, w13: Projection, w2: Projection, row_dtype: torch.dtype
+) -> TileTable:
     return TileTable(
         operands=operands_of(request.local_quant.w13, request.local_quant.w2),
         device_name=device.name,
         shared_bytes=device.shared_bytes,
         descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
         halves=request.activation.rows_per_channel,
+        wide_results=row_dtype.itemsize > 2,
         block_columns=(w13.weight.block[1], w2.weight.block[1]),
         panels=w13.weight.panel_rows > 0,
     )

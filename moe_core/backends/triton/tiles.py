@@ -162,6 +162,8 @@ class TileTable:
         device_name: As its driver says it; tells which card's tiles are taken.
         panels: Whether weights are in panels.
         halves: 2 for a gated layer, whose first GEMM reads two weight rows per output, else 1.
+        wide_results: Whether the second GEMM's results are fp32; then its programs do not stay. One that stays holds a
+            tile of results beside its steps, of 16 bits when it was measured, and twice that may not fit.
         block_columns: Inputs that share a weight scale in either GEMM, 0 for all; a step must lie within a block.
         pairs: Most rows per expert, on average and ascending -> tiles; more rows than the last take its tiles.
         one_token: Tiles for a single token.
@@ -173,6 +175,7 @@ class TileTable:
     device_name: str = ""
     panels: bool = False
     halves: int = 2
+    wide_results: bool = False
     block_columns: tuple[int, int] = (0, 0)
     pairs: dict[float, TilePair] = attrs.field()
     one_token: tuple[VectorTile, VectorTile] = ONE_TOKEN
@@ -202,6 +205,8 @@ class TileTable:
         step = min(tile.k, columns) if columns and self.operands == "byte" else tile.k
         if not self.descriptors:
             tile = attrs.evolve(tile, tma=False, tma_rows=False, resident=0)
+        if self.wide_results:
+            tile = attrs.evolve(tile, resident=0)
         return self._fitted(attrs.evolve(tile, k=step), halves)
 
     def _fitted(self, tile: Tile, halves: int) -> Tile:
