@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_core.activation import ActivationSpec
-    from moe_core.environment import Environment, load_environment, probe_environment
+    from moe_core.environment import Environment, load_environment
     from moe_core.hookspecs import hookimpl
     from moe_core.layer import MoELayer
     from moe_core.manager import BackendManager, default_manager
     from moe_core.payloads import ExpertGroup, RawWeights
     from moe_core.placement import ExpertPlacement
     from moe_core.planner import make_plan, plan_layers
+    from moe_core.probing import probe_environment
     from moe_core.quant import LayerQuant, QuantScheme
     from moe_core.request import LayerRequest, Workload
     from moe_core.resolver import resolve
@@ -40,7 +41,7 @@ _HOMES = {
     "load_environment": "environment",
     "make_plan": "planner",
     "plan_layers": "planner",
-    "probe_environment": "environment",
+    "probe_environment": "probing",
     "resolve": "resolver",
 }
 

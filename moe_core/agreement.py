@@ -17,7 +17,7 @@ from moe_core.errors import PlanMismatchError, WeightsError, counted
 from moe_core.payloads import ExpertGroup, Tensor
 from moe_core.plan import MoEPlan
 
-#: How long a rank waits for the others' plans.
+#: How long a rank waits for the others.
 TIMEOUT = datetime.timedelta(seconds=60)
 _ADVICE = "give all of them equal requests, equal measurements, and plugins of equal versions"
 
@@ -41,9 +41,7 @@ class Compared(enum.Enum):
 
 
 @contextlib.contextmanager
-def telling_other_ranks(
-    compared: Compared, group: ExpertGroup, device: torch.device, timeout: datetime.timedelta = TIMEOUT
-) -> Iterator[None]:
+def telling_other_ranks(compared: Compared, group: ExpertGroup, device: torch.device) -> Iterator[None]:
     """Around what a rank checks before a comparison: if it raises, the other ranks raise in the comparison at once.
 
     Otherwise they would wait for it, and a collective that ran into its timeout leaves a group nobody can use.
@@ -52,7 +50,6 @@ def telling_other_ranks(
         compared: What the other ranks compare next.
         group: This rank's place in the expert-parallel group.
         device: Where the group's backend takes tensors.
-        timeout: How long to wait for the other ranks.
 
     Raises whatever is raised inside; a note says if the other ranks could not be told.
     """
@@ -62,7 +59,7 @@ def telling_other_ranks(
         if group.process_group is not None:
             try:
                 refusal = torch.ones(compared.num_elements + 1, dtype=compared.dtype, device=device)
-                _exchange(refusal, compared, group, group.size, timeout)
+                _exchange(refusal, compared, group, group.size, TIMEOUT)
             except Exception as failure:
                 error.add_note(f"the other ranks could not be told: {failure}")
         raise
@@ -102,7 +99,7 @@ def check_agreement(
     raise PlanMismatchError(_first_difference(plans))
 
 
-def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timedelta = TIMEOUT) -> None:
+def check_token_scale(scale: Tensor, group: ExpertGroup) -> None:
     """Raise unless every rank of `group` rounds tokens with one scale; does nothing without a process group.
 
     The rank that sends a token rounds it with its scale, and the one whose expert reads it scales back with its own.
@@ -110,7 +107,6 @@ def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timed
     Args:
         scale: One fp32 element where the group's backend takes tensors; zero on a rank that has none.
         group: This rank's place in the expert-parallel group.
-        timeout: How long to wait for the other ranks.
 
     Raises:
         WeightsError: Scales differ (names each rank's), or another rank refused its weights.
@@ -118,7 +114,7 @@ def check_token_scale(scale: Tensor, group: ExpertGroup, timeout: datetime.timed
     """
     if group.process_group is None:
         return
-    gathered = _gather(scale.reshape(1), Compared.TOKEN_SCALE, group, group.size, timeout)
+    gathered = _gather(scale.reshape(1), Compared.TOKEN_SCALE, group, group.size, TIMEOUT)
     values = [float(value) for value in gathered]
     if len(set(values)) == 1:
         return

@@ -15,11 +15,12 @@ import pluggy
 
 from moe_core import hookspecs
 from moe_core.discovery import Failed, Found, being_loaded, load, watched
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import PluginConflictError, PluginError, UnknownBackendError, in_words, is_interrupt
 from moe_core.findings import PluginReport
 from moe_core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from moe_core.plugin_checks import HOOKS, check_implementation, check_module, read_declaration
+from moe_core.probing import probe_environment
 from moe_core.requirement import Program
 from moe_core.specs import DeviceGeneration, DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.vocabulary import DEVICE_TYPES

@@ -38,12 +38,15 @@ def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> 
     return out
 
 
-def toy() -> BackendManager:
-    """A plugin whose experts give back what they get."""
-    hooks: dict[str, Any] = {
-        "process_weights_after_loading": prepare,
-        "fused_experts": lambda plan, route, weights: lambda tokens: tokens.hidden_states,
-    }
+def toy(told: list[ExpertGroup] | None = None) -> BackendManager:
+    """A plugin whose experts give back what they get; `told` collects the groups that they are bound with."""
+
+    def fused_experts(plan: MoEPlan, route: Any, weights: PreparedWeights, group: ExpertGroup) -> Any:
+        if told is not None:
+            told.append(group)
+        return lambda tokens: tokens.hidden_states
+
+    hooks: dict[str, Any] = {"process_weights_after_loading": prepare, "fused_experts": fused_experts}
     manager = BackendManager()
     sends = {"sends": (NVFP4_TOKENS,), "binder": "calibrated_dispatch:bind", "token_placements": ("replicated",)}
     parts = [dispatcher(**sends)], [runner(reads=(NVFP4_TOKENS,), schemes=(NVFP4,))]
@@ -69,7 +72,6 @@ def test_a_dispatcher_rounds_with_the_scale_of_the_weights_and_sees_a_reload() -
     assert (layer(*TOKENS) == 3).all()
 
 
-@pytest.mark.error_path
 class _OwnGroup(ExpertGroup):
     """Cannot be made anew with another device."""
 
@@ -91,8 +93,10 @@ class _NamedGroup(ExpertGroup):
 
 
 def test_a_group_of_the_users_own_class_is_told_the_device() -> None:
-    manager = toy()
+    told: list[ExpertGroup] = []
+    manager = toy(told)
     BoundExperts(make_plan(manager, LAYER, CPU)[0], weights_with([0.5, 0.5]), manager, _NamedGroup())
+    assert told == [_NamedGroup(device=torch.device("cpu"))]
 
 
 def test_weights_that_name_no_scale_are_refused() -> None:

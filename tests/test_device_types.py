@@ -11,8 +11,9 @@ from fakes import dispatcher, expect, manager_of, plugin, request, runner
 
 from moe_core.backends.torch.plugin import declare_backends as shipped_torch
 from moe_core.described import doubts, unasked, unnamed_arch
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
 from moe_core.errors import SpecError
+from moe_core.probing import probe_environment
 from moe_core.resolver import resolve
 from moe_core.specs import DeviceGeneration
 

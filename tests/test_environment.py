@@ -3,25 +3,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import types
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
-import torch
 
-from moe_core.environment import (
-    PRESETS,
-    Environment,
-    generation_of,
-    load_environment,
-    probe_environment,
-    unprobed_environment,
-)
+from moe_core.environment import PRESETS, Environment, load_environment
 from moe_core.errors import SpecError, UnknownNameError
-from moe_core.installed import installed_packages
-from moe_core.specs import DeviceGeneration
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -155,58 +143,3 @@ def test_what_is_there_and_no_file_is_called_so(name, tmp_path, monkeypatch):
 
 def test_a_preset_by_the_other_spelling() -> None:
     assert load_environment("ascend_a3") is PRESETS["ascend-a3"]
-
-
-GENERATIONS = (
-    DeviceGeneration("npu", "Maker91", "old"),
-    DeviceGeneration("npu", "Maker9100", "new"),
-    DeviceGeneration("xpu", "Maker", "other"),
-)
-
-
-@pytest.mark.parametrize(
-    ("device_type", "name", "arch"),
-    [
-        ("npu", "Maker91-B", "old"),
-        ("npu", "Maker9100-B", "new"),
-        ("npu", "Maker8", ""),
-        ("xpu", "Maker8", "other"),
-        ("cpu", "Maker91", ""),
-    ],
-)
-def test_a_generation_is_known_by_the_longest_beginning_of_a_name(device_type: str, name: str, arch: str) -> None:
-    for order in (GENERATIONS, GENERATIONS[::-1]):
-        assert generation_of(device_type, name, order) == arch
-
-
-def test_a_device_that_only_a_plugin_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    device = types.SimpleNamespace(get_device_name=lambda: "Maker9100-B")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
-    monkeypatch.setattr(torch, "get_device_module", lambda device_type: {"npu": device}[device_type])
-    known, unknown = probe_environment(generations=GENERATIONS), probe_environment()
-    assert (known.device_type, known.device_name, known.arch) == ("npu", "Maker9100-B", "new")
-    assert (unknown.device_name, unknown.arch) == ("Maker9100-B", "")
-
-
-def test_the_cpu_has_no_generation() -> None:
-    described = probe_environment(device_type="cpu", generations=GENERATIONS)
-    assert (described.device_type, described.arch) == ("cpu", "")
-
-
-def test_threads_tell_one_cpu_from_another_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    described = probe_environment(device_type="cpu")
-    assert (described.threads, described.card) == (3, f"{described.device_name}, 3 threads")
-    assert Environment.from_json(described.to_json()) == described
-    assert described != attrs.evolve(described, threads=2)
-    other = probe_environment(device_type="meta")
-    assert (other.threads, "threads" in other.to_json()) == (0, False)
-
-
-def test_an_unprobed_machine() -> None:
-    described = unprobed_environment(["attr", "no_such_library"])
-    assert described.device_type == "cpu"
-    assert dict(described.packages) == installed_packages(["attr"])

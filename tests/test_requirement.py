@@ -12,10 +12,11 @@ import pytest
 from fakes import dispatcher, manager_of, plugin, request, runner
 
 from moe_core import specs
-from moe_core.environment import Environment, unprobed_environment
+from moe_core.environment import Environment
 from moe_core.errors import ResolutionError, SpecError
 from moe_core.installed import program_path, programs_found
 from moe_core.planner import make_plan
+from moe_core.probing import unprobed_environment
 from moe_core.request import Workload
 from moe_core.specs import Program, Requirement
 

@@ -13,9 +13,10 @@ from fakes import dispatcher, manager_of, plugin, request, runner
 
 from moe_core import specs
 from moe_core.decision import Decision
-from moe_core.environment import Environment, probe_environment, unprobed_environment
+from moe_core.environment import Environment
 from moe_core.errors import ResolutionError, SpecError
 from moe_core.planner import make_plan
+from moe_core.probing import probe_environment, unprobed_environment
 from moe_core.request import LayerRequest, Workload
 from moe_core.resolver import resolve
 from moe_core.setting import BufferSize, Setting

@@ -89,7 +89,7 @@ def bench(
         typer.Option(
             min=0,
             metavar="SEC",
-            help="Take no more samples after this time, but three each.",
+            help="Take no more samples after this time, but five each.",
             show_default="no limit",
         ),
     ] = None,

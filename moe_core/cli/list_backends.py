@@ -15,10 +15,11 @@ from moe_core.cli.options import AsJson
 from moe_core.cli.output import fields, print_error, print_json, stdout, verdict
 from moe_core.cli.plan_view import machine_fields
 from moe_core.cli.word_table import WordTable
-from moe_core.environment import Environment, unprobed_environment
+from moe_core.environment import Environment
 from moe_core.findings import Reason
 from moe_core.manager import default_manager
 from moe_core.misses import compact
+from moe_core.probing import unprobed_environment
 from moe_core.specs import HOOK_API, DispatcherSpec, PluginSpec, RunnerSpec
 from moe_core.vocabulary import ANY, TIERS
 

@@ -106,15 +106,12 @@ class Cell:
         return ", ".join(parts)
 
 
-def cells_of(
-    pair: Candidate, ep_size: int = 1, token_placement: str = "distributed", quick: bool = False
-) -> list[Cell]:
+def cells_of(pair: Candidate, ep_size: int = 1, quick: bool = False) -> list[Cell]:
     """The cells of one pair, the plainest first.
 
     Args:
         pair: A dispatcher and a runner of one format, or a fused runner.
         ep_size: Expert-parallel ranks.
-        token_placement: Where a rank's tokens are.
         quick: Vary scheme, activation and layer dtype one at a time, instead of trying all with all.
     """
     runner, dispatcher = pair.runner.spec, pair.dispatcher.spec if pair.dispatcher else None
@@ -134,7 +131,6 @@ def cells_of(
             dtype=dtype,
             phase=_phases(pair)[0],
             ep_size=ep_size,
-            token_placement=token_placement,
         )
         if quick and found and dtype != dtypes[0] and scheme.is_quantized:
             continue

@@ -18,24 +18,21 @@ ORIENTATIONS = ("out_in", "in_out")
 _ROWS = ("w13", "b13", "w13_scale", "w13_zero_point", "w13_global_scale")
 
 
-def canonical_rows(tensor: Tensor, layout: str, row_axis: int = 1) -> Tensor:
+def canonical_rows(tensor: Tensor, layout: str) -> Tensor:
     """Rows of `w13`, `b13` or a scale as [gate; up].
 
-    Both facts must be told: no shape can tell them when 2I equals H.
-
     Args:
-        tensor: Gate and up together along `row_axis`.
+        tensor: `[E, 2I, ...]`, gate and up together.
         layout: `gate_up` (returned as it is), `up_gate`, or `interleaved` (gate at even rows).
-        row_axis: Axis of the 2I rows.
     """
     require_word(layout, LAYOUTS, "weight layout")
     if layout == "gate_up":
         return tensor
     if layout == "up_gate":
-        up, gate = tensor.chunk(2, dim=row_axis)
-        return torch.cat([gate, up], dim=row_axis)
-    gate, up = (tensor.movedim(row_axis, 0)[first::2].movedim(0, row_axis) for first in (0, 1))
-    return torch.cat([gate, up], dim=row_axis)
+        up, gate = tensor.chunk(2, dim=1)
+    else:
+        gate, up = tensor[:, 0::2], tensor[:, 1::2]
+    return torch.cat([gate, up], dim=1)
 
 
 def canonical_orientation(tensor: Tensor, orientation: str) -> Tensor:
@@ -48,6 +45,8 @@ def canonical_weights(
     tensors: dict[str, Tensor], *, layout: str = "gate_up", orientation: str = "out_in", gated: bool = True
 ) -> dict[str, Tensor]:
     """Canonical tensors from stored ones.
+
+    Layout and orientation must be told: no shape can tell them when 2I equals H.
 
     Args:
         tensors: Stored tensors by their canonical names (`w13`, `w2`, `b13`, `b2`, scales).

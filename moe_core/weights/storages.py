@@ -7,6 +7,7 @@ import torch
 
 from moe_core.payloads import TORCH_DTYPES
 from moe_core.quant import QuantScheme
+from moe_core.vocabulary import one_of
 from moe_core.weights.codes import AWQ_PLACES
 from moe_core.weights.element_types import STORED_SCALES, STORED_WEIGHTS
 
@@ -23,6 +24,7 @@ ROLES = (
     "group_index",  # which group each input channel belongs to: must be its position's
     "ignored",  # says nothing that is needed
 )
+PACKED_AXES = ("rows", "columns")
 
 
 @attrs.frozen(kw_only=True)
@@ -33,7 +35,7 @@ class StoredTensor:
         role: One of `ROLES`.
         suffixes: Its names after the projection's; the first that exists is read.
         transposed: Stored as `[columns, rows]`.
-        packed: Axis along which one stored element may hold several values: `rows`, `columns` or none.
+        packed: Axis along which one stored element may hold several values, one of `PACKED_AXES`; "" for none.
         blocked: Packed as `[rows, columns / 32, 16 bytes]`.
         unsigned: Codes with the zero in the middle; else two's complement, or fp4.
         lowered: Every code is stored less one, whole words at a time.
@@ -42,10 +44,10 @@ class StoredTensor:
         dtypes: Allowed ones; none: those of the scheme.
     """
 
-    role: str
+    role: str = attrs.field(validator=one_of(*ROLES))
     suffixes: tuple[str, ...]
     transposed: bool = False
-    packed: str = ""
+    packed: str = attrs.field(default="", validator=one_of("", *PACKED_AXES))
     blocked: bool = False
     unsigned: bool = False
     lowered: bool = False

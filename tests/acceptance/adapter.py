@@ -30,7 +30,8 @@ from moe_core import (
     routing,
 )
 from moe_core.discovery import Found
-from moe_core.environment import Environment, probe_environment
+from moe_core.environment import Environment
+from moe_core.probing import probe_environment
 from moe_core.weights.loading import cut
 from moe_core.weights.requantize import to_ue8m0
 

@@ -18,9 +18,9 @@ from moe_core.bench.memory import activation_bytes, held_bytes
 from moe_core.bench.peers import PEERS, Peer, find_peers
 from moe_core.bench.report import Report
 from moe_core.bench.run import Sweep, run
-from moe_core.environment import probe_environment
 from moe_core.errors import SpecError, UnknownNameError
 from moe_core.manager import default_manager
+from moe_core.probing import probe_environment
 from moe_core.quant import FP8_BLOCK128
 from moe_core.tuning import ceilings
 from moe_core.tuning.shapes import LayerShape

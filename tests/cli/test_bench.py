@@ -16,6 +16,7 @@ from tiny_models import write_tiny_qwen
 from moe_core.bench.contenders import Combination
 from moe_core.tuning import ceilings
 from moe_core.tuning.layers import Batches
+from moe_core.tuning.timing import FEWEST_SAMPLES
 
 SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "128", "--intermediate-size", "128")
 BIND = Combination.bind
@@ -26,6 +27,13 @@ QUICK = ("--device", "cpu", "--repeats", "1", "--tokens", "2")
 def small_ceilings(monkeypatch):
     monkeypatch.setitem(ceilings._BUFFER, "cpu", 1 << 16)
     monkeypatch.setitem(ceilings._SQUARE, "cpu", 32)
+
+
+def test_the_help_says_how_many_samples_a_limit_leaves(call):
+    code, out, _ = call("bench", "--help")
+    assert code == 0
+    assert "after this time, but five each" in " ".join(re.sub("[│|]", " ", out).split())
+    assert FEWEST_SAMPLES == 5
 
 
 def test_tables_of_every_scheme_with_caption(call):

@@ -17,11 +17,11 @@ import pytest
 from moe_core.bound import BoundExperts
 from moe_core.cli import tune
 from moe_core.cli.stopping import INTERRUPTED
-from moe_core.environment import probe_environment
 from moe_core.measurement_files import MeasurementFile
 from moe_core.measurement_sources import MeasurementWarning, user_file
 from moe_core.measurements import Time, shape_key
 from moe_core.planner import without_copies
+from moe_core.probing import probe_environment
 from moe_core.tuning import search
 from moe_core.tuning.layers import Batches
 from moe_core.tuning.search import DeviceLostError, LayerSearch

@@ -16,9 +16,9 @@ from moe_core import BackendManager, ExpertGroup, LayerRequest, MoELayer, RawWei
 from moe_core.agreement import check_agreement, check_token_scale
 from moe_core.backends.torch.alltoall import bind_standard
 from moe_core.discovery import Found
-from moe_core.environment import probe_environment
 from moe_core.kernels import checks
 from moe_core.payloads import TORCH_DTYPES
+from moe_core.probing import probe_environment
 from moe_core.specs import TokenDtype
 
 TORCH_PLUGIN = "moe_core.backends.torch.plugin"

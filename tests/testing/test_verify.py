@@ -17,8 +17,8 @@ from wrong_backends import FAKES
 from moe_core.backends.torch import plugin as torch_plugin
 from moe_core.cli import main, verify
 from moe_core.cli.verify_report import Report, view
-from moe_core.environment import probe_environment
 from moe_core.manager import BackendManager
+from moe_core.probing import probe_environment
 from moe_core.testing.outcome import FAILED, NOT_RUN, PASSED, Result
 
 pytestmark = pytest.mark.error_path

@@ -12,10 +12,10 @@ from fakes import CPU, W8A8_INT8, bare_plugin, dispatcher, expect, fake_plugin, 
 from triton_layers import both_manager
 
 from moe_core.activation import ActivationSpec
-from moe_core.environment import probe_environment
 from moe_core.errors import MoeCoreError, ResolutionError, SpecError
 from moe_core.manager import BackendManager
 from moe_core.payloads import PreparedTensor, PreparedWeights
+from moe_core.probing import probe_environment
 from moe_core.request import LayerRequest, Workload
 from moe_core.specs import Limit
 from moe_core.tuning import timing

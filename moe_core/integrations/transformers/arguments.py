@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_core.environment import probe_environment
 from moe_core.errors import SpecError, UnknownNameError
 from moe_core.payloads import TORCH_DTYPES
+from moe_core.probing import probe_environment
 
 
 def float_dtype(word: str) -> torch.dtype:

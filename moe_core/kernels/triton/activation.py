@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,7 +11,7 @@ from triton.language.extra import libdevice
 from moe_core.activation import ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.kernels.triton.interpreter import INTERPRETED, narrow, wide
-from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.rows import exists, flat_rows, row_range, rows_per_program
 from moe_core.payloads import Tensor
 
@@ -58,7 +57,7 @@ def activate_rows(hidden: Tensor, spec: ActivationSpec, *, real: Tensor | None =
     return out
 
 
-def _constants(spec: ActivationSpec, masked: bool, block: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _constants(spec: ActivationSpec, masked: bool, block: int) -> Constants:
     rows = {"MASKED": masked, "BLOCK": block, "INTERLEAVED": spec.row_order == "interleaved"}
     return {**rows, **activation_constants(spec)}, {"enable_fp_fusion": False}
 

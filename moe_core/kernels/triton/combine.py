@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned, power_of_two
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, is_aligned, power_of_two
 from moe_core.kernels.triton.rows import flat_rows
 from moe_core.kernels.triton.weights import strides_of
 from moe_core.payloads import Tensor
@@ -57,7 +56,7 @@ def combine(
     return out
 
 
-def _constants(top_k: int, block: int, pdl: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _constants(top_k: int, block: int, pdl: bool) -> Constants:
     options = {"num_warps": 8, "enable_fp_fusion": False, "launch_pdl": pdl}
     return {"TOP_K": top_k, "BLOCK": block, "PDL": pdl}, options
 

@@ -13,7 +13,7 @@ from moe_core.errors import SpecError
 from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.triton.activation import activation_constants
 from moe_core.kernels.triton.gemm_kernel import grouped_gemm
-from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, is_aligned
 from moe_core.kernels.triton.sort import RowTiles
 from moe_core.kernels.triton.tiles import Tile
 from moe_core.kernels.triton.weights import GroupedWeight, strides_of, takes_descriptor
@@ -152,9 +152,7 @@ class GroupedGemm:
         )
         return out
 
-    def _constants(
-        self, tile: Tile, of_call: dict[str, Any], scaling: str, out_dtype: torch.dtype
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _constants(self, tile: Tile, of_call: dict[str, Any], scaling: str, out_dtype: torch.dtype) -> Constants:
         """Of a kernel; `of_call` has the constants that are not those of every call with this tile."""
         weight = self._weight
         if weight.panel_columns not in (0, tile.k):

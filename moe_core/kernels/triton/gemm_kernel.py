@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from moe_core.kernels.triton.activation import activate
+from moe_core.kernels.triton.codes import codes_of, dynamic_scale
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
-from moe_core.kernels.triton.quantize import codes_of, dynamic_scale
 from moe_core.kernels.triton.rows import TILE_FIELDS, count_program, wait_for_rows
 from moe_core.kernels.triton.weights import load_groups, load_tile, load_weight_only
 

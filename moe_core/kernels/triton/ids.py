@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from moe_core.kernels.triton.launch import Launches, divided_up, has_dependent_launches, is_aligned, looked_at
+from moe_core.kernels.triton.launch import (
+    Constants,
+    Launches,
+    divided_up,
+    has_dependent_launches,
+    is_aligned,
+    looked_at,
+)
 from moe_core.payloads import Tensor
 
 _BLOCK = 256
@@ -32,7 +37,7 @@ def checked_ids(topk_ids: Tensor, num_slots: int, table: Tensor | None = None) -
     return topk_ids if out is None else out
 
 
-def _constants(device: torch.device, top_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _constants(device: torch.device, top_k: int) -> Constants:
     pdl = has_dependent_launches(device)
     # `debug` makes the assertion real; it would make additions checked ones too.
     options = {"debug": True, "sanitize_overflow": False, "launch_pdl": pdl}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from moe_core.payloads import Tensor
+
+#: What a variant is compiled with: compile-time arguments by their names, and Triton's options.
+Constants: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 def divided_up(total: int, part: int) -> int:
@@ -76,7 +79,7 @@ class Launches:
         key: Hashable,
         grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
-        constants: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+        constants: Callable[[], Constants],
     ) -> None:
         """Launch on the current device and stream.
 
@@ -86,7 +89,7 @@ class Launches:
                 on, whether they are 1, multiples of 16 and within 32 bits. The current device is added to it.
             grid: Programs.
             arguments: All that are no compile-time arguments, in order.
-            constants: Gives the compile-time arguments, and Triton's options; only called for a new key.
+            constants: Gives what the variant is compiled with; only called for a new key.
         """
         # Under `torch.compile`, torch takes the launch into its graph, and there is nothing to keep.
         if not self._is_compiled or torch.compiler.is_compiling():

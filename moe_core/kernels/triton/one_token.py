@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 from moe_core.activation import ActivationSpec
 from moe_core.kernels.triton.activation import activate, activation_constants
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, is_aligned
 from moe_core.kernels.triton.tiles import VectorTile
 from moe_core.kernels.triton.weights import GroupedWeight, strides_of
 from moe_core.payloads import Tensor
@@ -80,7 +78,7 @@ class OneToken:
         )
         return out
 
-    def _first_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _first_constants(self) -> Constants:
         tile, activation = self._tiles[0], self._activation
         constants = {
             "BN": tile.n,
@@ -96,7 +94,7 @@ class OneToken:
         options = {"num_warps": tile.num_warps, "debug": self._check, "sanitize_overflow": False}
         return constants, {**options, "launch_pdl": self._pdl}
 
-    def _second_constants(self, top_k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _second_constants(self, top_k: int) -> Constants:
         tile = self._tiles[1]
         constants = {
             "TOP_K": top_k,

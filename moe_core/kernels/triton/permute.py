@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from moe_core.kernels.scale_layouts import block_strides, empty_scales
 from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, looked_at, power_of_two
 from moe_core.kernels.triton.rounded_rows import rounded_rows
 from moe_core.kernels.triton.rows import flat_rows, scale_offset
 from moe_core.kernels.triton.sort import SortedSlots, masked_row_map, permute
@@ -32,11 +31,11 @@ def gather_rows(
     row_weights: Tensor | None = None,
     weighted_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`[T, H]` -> `[R, H]`: each slot's token at its row; rows without a slot are not written.
+    """`[T, H]` -> `[T * K, H]`: each slot's token at its row; rows without a slot are not written.
 
     Args:
         hidden_states: Tokens.
-        slots: `sort_slots` of their ids; padded groups give `contiguous` rows, `rows_per_expert` gives `masked` ones.
+        slots: `sort_slots` of their ids.
         row_weights: `[T, K]`, multiplied in fp32; None for a plain copy.
         weighted_dtype: What their products are rounded to; None for the tokens' dtype.
     """
@@ -110,7 +109,7 @@ def row_experts(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int
     return experts
 
 
-def _expert_constants(halvings: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _expert_constants(halvings: int) -> Constants:
     return {"BLOCK": _EXPERT_ROWS, "HALVINGS": halvings}, {}
 
 
@@ -150,7 +149,7 @@ def _copy_tokens(
     return out, row_scales
 
 
-def _copy_constants(top_k: int, block: int, warps: int, scales: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _copy_constants(top_k: int, block: int, warps: int, scales: int) -> Constants:
     return {"TOP_K": top_k, "BLOCK": block, "SCALES": scales}, {"num_warps": warps}
 
 

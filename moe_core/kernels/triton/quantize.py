@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,8 +12,8 @@ from moe_core.activation import ActivationSpec
 from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.scale_layouts import PACKED_SCALES, block_strides, code_format
 from moe_core.kernels.triton.activation import activation_constants, load_activated
-from moe_core.kernels.triton.interpreter import narrow
-from moe_core.kernels.triton.launch import Launches, divided_up, looked_at
+from moe_core.kernels.triton.codes import codes_of, dynamic_scale, power_of_two_above, store_scales
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, looked_at
 from moe_core.kernels.triton.rows import (
     TILE_FIELDS,
     count_program,
@@ -36,6 +35,51 @@ _VALUES_PER_PROGRAM, _VALUES_PER_WARP, _MOST_WARPS = 1024, 512, 8
 _ROWS_PER_PROGRAM = 2
 
 
+class _Variant(NamedTuple):
+    """What the kernel is compiled for, apart from the types of its arguments.
+
+    Attributes:
+        dtype: Of the codes.
+        activation: Applied first, None for none.
+        masked: Whether rows lie in blocks, whose counts say which are real.
+        packed: Whether scales are exponents, four in a word.
+        groups: Groups of a row that a program has.
+        block: The power of two that the channels of a group are in.
+        parts: Programs that share the rows of a tile.
+        pdl: As of `quantize_rows`.
+        awaited: As of `quantize_rows`.
+        warps: Of a program.
+    """
+
+    dtype: torch.dtype
+    activation: ActivationSpec | None
+    masked: bool
+    packed: bool
+    groups: int
+    block: int
+    parts: int
+    pdl: str
+    awaited: int
+    warps: int
+
+    def constants(self) -> Constants:
+        constants = {
+            "MASKED": self.masked,
+            "PACKED": self.packed,
+            "GROUPS": self.groups,
+            "BLOCK": self.block,
+            "PARTS": self.parts,
+            "CODE_MAX": CODE_MAX[self.dtype],
+            "CODE_MIN": CODE_MIN[self.dtype],
+            "PDL": self.pdl,
+            "AWAITED": self.awaited,
+            "INTERLEAVED": self.activation is not None and self.activation.row_order == "interleaved",
+            **activation_constants(self.activation),
+        }
+        # As the activation alone, which is one rounding after the other in torch, too.
+        return constants, {"num_warps": self.warps, "enable_fp_fusion": False, "launch_pdl": self.pdl != ""}
+
+
 def quantize(
     rows: Tensor, token_dtype: TokenDtype, *, activation: ActivationSpec | None = None, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -43,7 +87,8 @@ def quantize(
     dtype, layout = code_format(token_dtype)
     width = _width(rows, activation)
     scales = layout.empty(rows.shape[:-1], width, rows.device)
-    codes = _quantize(rows, dtype, layout.group or width, scales, activation, packed=layout.packed, real=real)
+    group = layout.group or width
+    codes = _quantize(rows, dtype, group, scales, activation=activation, packed=layout.packed, real=real)
     return codes, scales[..., 0] if token_dtype.scales == "token" else scales
 
 
@@ -53,7 +98,6 @@ def quantize_rows(
     group: int,
     *,
     static_scale: Tensor | None = None,
-    activation: ActivationSpec | None = None,
     tiles: RowTiles | None = None,
     pdl: str = "",
     awaited: int = 0,
@@ -61,28 +105,26 @@ def quantize_rows(
     """Codes `[R, C]` of `dtype` and scales fp32 `[R, ceil(C / group)]`; numbers as in `ops.quantize`.
 
     Args:
-        rows: `[R, C]`, `[R, 2C]` before a gated activation; any float dtype.
+        rows: `[R, C]` of any float dtype.
         dtype: float8_e4m3fn or int8.
         group: Channels that share a scale; a power of two, or C for one scale per row.
         static_scale: fp32 `[L]`, the scale of every group of an expert's rows, which may saturate; needs `tiles`. None
             for scales from the rows.
-        activation: Applied first, in fp32 and without rounding between; None for none.
         tiles: The rows that exist; others are neither read nor written. None for all.
         pdl: `read` or `write` for a launch that begins before the one in front of it has ended (see the package), and
             waits for it before it reads, or only before it writes, where that one writes none of its arguments.
         awaited: Start on a tile as soon as so many programs of the launch in front have counted themselves there,
             instead of after its end, and count on: `programs_per_tile`.
     """
-    scales = rows.new_empty((rows.shape[0], divided_up(_width(rows, activation), group)), dtype=torch.float32)
-    return _quantize(
-        rows, dtype, group, scales, activation, tiles=tiles, static_scale=static_scale, pdl=pdl, awaited=awaited
-    ), scales
+    scales = rows.new_empty((rows.shape[0], divided_up(rows.shape[1], group)), dtype=torch.float32)
+    codes = _quantize(rows, dtype, group, scales, tiles=tiles, static_scale=static_scale, pdl=pdl, awaited=awaited)
+    return codes, scales
 
 
 def programs_per_tile(block_m: int, width: int, group: int) -> int:
     """How many programs of `quantize_rows` round the rows of a tile."""
     num_groups = divided_up(width, group)
-    groups, _ = program_of(_block(group), num_groups, packed=False)
+    groups, _ = program_of(_block(group), num_groups, False, _VALUES_PER_PROGRAM)
     return divided_up(block_m, _ROWS_PER_PROGRAM) * divided_up(num_groups, groups)
 
 
@@ -95,8 +137,8 @@ def _quantize(
     dtype: torch.dtype,
     group: int,
     scales: Tensor,
-    activation: ActivationSpec | None,
     *,
+    activation: ActivationSpec | None = None,
     packed: bool = False,
     real: Tensor | None = None,
     tiles: RowTiles | None = None,
@@ -112,7 +154,7 @@ def _quantize(
     if not num_rows:
         return codes
     block = _block(group)
-    groups, warps = program_of(block, num_groups, packed)
+    groups, warps = program_of(block, num_groups, packed, _VALUES_PER_PROGRAM)
     if tiles is None:
         parts, run = 1, rows_per_program(num_rows, real)
         programs = divided_up(num_rows, run)
@@ -124,10 +166,10 @@ def _quantize(
     table, real = None if tiles is None else tiles.table, None if real is None else real.contiguous()
     tensors = flat, codes, scales, static_scale, table, real
     sizes = width, flat.stride(0), group, num_groups
-    unit = dtype, activation, rows.dim() == 3, packed, groups, block, parts, pdl, awaited, warps
-    key = unit, looked_at(*tensors, *sizes, stride_row)
+    variant = _Variant(dtype, activation, rows.dim() == 3, packed, groups, block, parts, pdl, awaited, warps)
+    key = variant, looked_at(*tensors, *sizes, stride_row)
     arguments = *tensors, *sizes, run, num_rows, block_rows, stride_block, stride_row, stride_word
-    _launches(key, (programs, divided_up(num_groups, groups), 1), arguments, partial(_constants, *unit))
+    _launches(key, (programs, divided_up(num_groups, groups), 1), arguments, variant.constants)
     return codes
 
 
@@ -136,7 +178,7 @@ def _block(group: int) -> int:
     return 1 << (group - 1).bit_length()
 
 
-def program_of(block: int, num_groups: int, packed: bool, values: int = _VALUES_PER_PROGRAM) -> tuple[int, int]:
+def program_of(block: int, num_groups: int, packed: bool, values: int) -> tuple[int, int]:
     """How many groups of `block` values of a row one program has, and its warps.
 
     As many as have `values` together, but one at least, no more than the row has, and those of a word if scales are
@@ -145,91 +187,6 @@ def program_of(block: int, num_groups: int, packed: bool, values: int = _VALUES_
     of_row = 1 << (num_groups - 1).bit_length()
     groups = max(min(values // block, of_row), PACKED_SCALES if packed else 1)
     return groups, min(_MOST_WARPS, max(1, groups * block // _VALUES_PER_WARP))
-
-
-def _constants(
-    dtype: torch.dtype,
-    activation: ActivationSpec | None,
-    masked: bool,
-    packed: bool,
-    groups: int,
-    block: int,
-    parts: int,
-    pdl: str,
-    awaited: int,
-    warps: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    constants = {
-        "MASKED": masked,
-        "PACKED": packed,
-        "GROUPS": groups,
-        "BLOCK": block,
-        "PARTS": parts,
-        "CODE_MAX": CODE_MAX[dtype],
-        "CODE_MIN": CODE_MIN[dtype],
-        "PDL": pdl,
-        "AWAITED": awaited,
-        "INTERLEAVED": activation is not None and activation.row_order == "interleaved",
-        **activation_constants(activation),
-    }
-    # As the activation alone, which is one rounding after the other in torch, too.
-    return constants, {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": pdl != ""}
-
-
-@triton.jit
-def dynamic_scale(values, CODE_MAX: tl.constexpr):
-    """Scale of each row of `values`: its largest absolute value, found on the bits, where NaN is above everything."""
-    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), axis=1)
-    largest = bits.to(tl.float32, bitcast=True)
-    return tl.div_rn(largest, tl.full(largest.shape, CODE_MAX, tl.float32))
-
-
-@triton.jit
-def power_of_two_above(values):
-    """As `number_formats.power_of_two_above`."""
-    bits = tl.minimum(values.to(tl.int32, bitcast=True), 0x7F800000)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def codes_of(values, scale, CODE_MIN: tl.constexpr, CODE_MAX: tl.constexpr, DTYPE: tl.constexpr):
-    """`[GROUPS, BLOCK]` values over their groups' scales, rounded and saturating; NaN stays NaN.
-
-    Dividing every value takes longer than reading it does. The reciprocal of a scale in two parts, the first one cut
-    off, gives the code of the quotient, and the sign of a zero.
-    """
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    # Near 1, by a power of two, no part of the reciprocal is infinite or a number of few digits.
-    near = tl.where(divisor < 2.0**-64, 2.0**64, tl.where(divisor > 2.0**64, 2.0**-64, 1.0))
-    divisor *= near
-    one = tl.full(divisor.shape, 1.0, tl.float32)
-    inverse = tl.div_rn(one, divisor)
-    too_much = tl.fma(-divisor, inverse, one) < 0.0
-    inverse = (inverse.to(tl.int32, bitcast=True) - too_much.to(tl.int32)).to(tl.float32, bitcast=True)
-    # The reciprocal of infinity lacks nothing.
-    rest = tl.where(inverse == 0.0, 0.0, tl.fma(-divisor, inverse, one) * inverse)
-
-    shape: tl.constexpr = values.shape
-    least, most = (CODE_MIN * divisor)[:, None], (CODE_MAX * divisor)[:, None]
-    values = tl.clamp(values * near[:, None], least, most, propagate_nan=tl.PropagateNan.ALL)
-    code = tl.fma(values, tl.broadcast_to(inverse[:, None], shape), values * rest[:, None])
-    if tl.int8 == DTYPE:
-        # 1.5 * 2**23: adding it leaves no fraction bits, so the sum is rounded half to even.
-        code = (code + 12582912.0) - 12582912.0
-        # NaN is in the scale; as an integer it would be anything.
-        code = tl.where(code == code, code, 0.0)
-    return narrow(code, DTYPE)
-
-
-@triton.jit
-def store_scales(place, scale, groups, num_groups, stride_word, PACKED: tl.constexpr):
-    """Scales of a row's `groups` from `place` on: words, or the exponents' bytes in words."""
-    if PACKED:
-        exponent = tl.where(groups < num_groups, scale.to(tl.int32, bitcast=True) >> 23, 0)
-        byte = place.to(tl.pointer_type(tl.uint8), bitcast=True) + 4 * (groups // 4).to(tl.int64) * stride_word
-        tl.store(byte + groups % 4, exponent.to(tl.uint8), mask=groups < (num_groups + 3) // 4 * 4)
-    else:
-        tl.store(place + groups.to(tl.int64) * stride_word, scale, mask=groups < num_groups)
 
 
 @triton.jit(do_not_specialize=["run", "num_rows", "block_rows", "stride_block", "stride_word"])

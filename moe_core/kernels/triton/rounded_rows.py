@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -15,8 +14,9 @@ import triton.language as tl
 
 from moe_core.kernels.quantize import CODE_MAX, CODE_MIN
 from moe_core.kernels.scale_layouts import block_strides, code_format
-from moe_core.kernels.triton.launch import Launches, divided_up, looked_at, power_of_two
-from moe_core.kernels.triton.quantize import codes_of, dynamic_scale, power_of_two_above, program_of, store_scales
+from moe_core.kernels.triton.codes import codes_of, dynamic_scale, power_of_two_above, store_scales
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, looked_at, power_of_two
+from moe_core.kernels.triton.quantize import program_of
 from moe_core.kernels.triton.rows import flat_rows, scale_offset
 from moe_core.payloads import Tensor
 from moe_core.specs import TokenDtype
@@ -55,9 +55,7 @@ def rounded_rows(
     return codes, scales
 
 
-def _constants(
-    dtype: torch.dtype, top_k: int, packed: bool, groups: int, block: int, warps: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _constants(dtype: torch.dtype, top_k: int, packed: bool, groups: int, block: int, warps: int) -> Constants:
     shape = {"TOP_K": top_k, "PACKED": packed, "GROUPS": groups, "BLOCK": block}
     # As in `quantize`: the same bits.
     return {**shape, "CODE_MAX": CODE_MAX[dtype], "CODE_MIN": CODE_MIN[dtype]}, {

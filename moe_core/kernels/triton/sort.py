@@ -10,7 +10,7 @@ import torch
 
 from moe_core.kernels.permute import Permutation, max_rows
 from moe_core.kernels.triton import sort_kernels as kernels
-from moe_core.kernels.triton.launch import Launches, divided_up, is_aligned, power_of_two
+from moe_core.kernels.triton.launch import Constants, Launches, divided_up, is_aligned, power_of_two
 from moe_core.kernels.triton.rows import TILE_FIELDS
 from moe_core.payloads import Tensor
 
@@ -33,7 +33,7 @@ _pairwise, _count, _add_up, _place = map(
 )
 
 
-def _added_constants() -> tuple[dict[str, Any], dict[str, Any]]:
+def _added_constants() -> Constants:
     return {"BLOCK": _ADDED_BLOCKS, "EXPERTS": _ADDED_EXPERTS}, {}
 
 
@@ -59,13 +59,13 @@ class RowTiles:
 
 @attrs.define(eq=False)
 class SortedSlots:
-    """Slots grouped by expert, in stable order inside a group.
+    """Slots grouped by expert, back to back, in stable order inside a group.
 
     Attributes:
-        order: `[R]` int32, the slot (`token * K + k`) of each row; undefined for rows without one.
+        order: `[T * K]` int32, the slot (`token * K + k`) of each row; undefined past the last group.
         row_map: `[T, K]` int32, the row of each slot, -1 for a slot without expert.
         num_tokens_per_expert: `[L]` int32, real rows of each expert.
-        group_ends: `[L]` int32, row after each expert's group, padded to the alignment.
+        group_ends: `[L]` int32, row after each expert's group.
         tiles: The groups cut into tiles.
     """
 
@@ -95,16 +95,16 @@ class _Variant(NamedTuple):
     check: bool
     pdl: bool
 
-    def pairwise_constants(self, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def pairwise_constants(self, slots: int) -> Constants:
         block, step = _pairs(slots)
         steps = {"BLOCK": block, "STEP": step, "COUNT_STEP": min(_COUNT_STEP, slots), "CHECK": self.check}
         return {**self._groups(), **steps}, self._options()
 
-    def count_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def count_constants(self) -> Constants:
         experts = power_of_two(self.num_experts)
         return {"BLOCK": _COUNT_BLOCK, "EXPERTS": experts, "CHECK": self.check, "PDL": self.pdl}, self._options()
 
-    def place_constants(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def place_constants(self) -> Constants:
         return {**self._groups(), "BLOCK": _COUNT_BLOCK}, {}
 
     def _groups(self) -> dict[str, Any]:
@@ -139,37 +139,24 @@ def sort_slots(
     num_experts: int,
     block_m: int,
     *,
-    alignment: int = 1,
-    rows_per_expert: int = 0,
     check: bool = False,
     pdl: bool = False,
 ) -> SortedSlots:
-    """Sort the slots of `topk_ids` by expert, in one launch (three for many slots).
+    """Sort the slots of `topk_ids` by expert, groups back to back, in one launch (three for many slots).
 
     Args:
         topk_ids: `[T, K]` int32 or int64 local ids, -1 = no expert; in range.
         num_experts: Local experts `L`.
         block_m: Rows per tile.
-        alignment: Every group is padded to a multiple of it.
-        rows_per_expert: `M` of the masked format, where expert `e` has the rows from `e * M`; 0: back to back.
         check: Stop the device on an id out of range, instead of trusting the caller.
         pdl: This launch may start before the one in front has ended, and the next one before this (see the package).
     """
     ids = topk_ids.contiguous()
     num_slots = ids.numel()
-    num_rows = rows_per_expert * num_experts or max_rows(num_slots, num_experts, alignment)
-    order = ids.new_empty((num_rows,), dtype=torch.int32)
+    order = ids.new_empty((num_slots,), dtype=torch.int32)
     table = ids.new_empty((max_tiles(num_slots, num_experts, block_m), TILE_FIELDS.value), dtype=torch.int32)
     row_map, counts, ends = _sort(
-        ids,
-        num_experts,
-        alignment,
-        rows_per_expert or None,
-        order=order,
-        table=table,
-        block_m=block_m,
-        check=check,
-        pdl=pdl,
+        ids, num_experts, 1, None, order=order, table=table, block_m=block_m, check=check, pdl=pdl
     )
     return SortedSlots(order, row_map, counts, ends, RowTiles(table, block_m))
 

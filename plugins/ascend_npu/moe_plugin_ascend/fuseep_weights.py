@@ -29,11 +29,6 @@ def in_turns(rows: Tensor) -> Tensor:
     return rows.view(2, -1, TURN, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
-def out_of_turns(rows: Tensor) -> Tensor:
-    """The inverse of `in_turns`."""
-    return rows.view(-1, 2, TURN, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
-
-
 def prepare(plan: MoEPlan, weights: RawWeights, out: PreparedWeights | None) -> PreparedWeights:
     """The weights of a layer in the layout of its runner; with `out`, refilled in place.
 

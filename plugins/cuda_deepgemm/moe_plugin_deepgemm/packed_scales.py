@@ -33,10 +33,3 @@ def pack_block_scales(exponents: Tensor, num_rows: int) -> Tensor:
     by_word[..., :columns] = exponents.view(torch.uint8)
     rows = torch.arange(num_rows, device=exponents.device) // BLOCK
     return packed.copy_(by_word.view(torch.int32)[:, rows])
-
-
-def unpack_block_scales(packed: Tensor, num_columns: int) -> Tensor:
-    """The exponents of every row: int32 `[L, N, words]` -> uint8 `[L, N, num_columns]`."""
-    shifts = torch.arange(0, 8 * PACKED_SCALES, 8, device=packed.device, dtype=torch.int32)
-    exponents = (packed[..., None] >> shifts) & 0xFF
-    return exponents.flatten(-2)[..., :num_columns].to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Operands as FlashInfer's NVFP4 kernels read them: pure functions with exact inverses.
+"""Operands as FlashInfer's NVFP4 kernels read them: pure functions.
 
 Shapes: leading axis `L` counts experts, `N` rows (outputs), `K'` block scales of a row, one for each 16 inputs. The
 same functions order the rows of codes and of their block scales.
@@ -22,7 +22,6 @@ TILE_ROWS, TILE_COLUMNS, _TILE_STEP = 128, 4, 32
 TURN = 64
 #: Axes of `[L, N/128, K'/4, 32, 4, 4]` in the order of the MMA view.
 _MMA_AXES = (3, 4, 1, 5, 2, 0)
-_STORED_AXES = (5, 2, 4, 0, 1, 3)
 
 
 def swizzled_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -54,12 +53,6 @@ def swizzle(scales: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle`: contiguous `[L, rows, columns]` without what filled it up."""
-    plain = _tiles(swizzled).contiguous().view(swizzled.shape[0], swizzled.shape[1], -1).view(swizzled.dtype)
-    return plain[:, :rows, :columns].contiguous()
-
-
 def _tiles(swizzled: Tensor) -> Tensor:
     """Swizzled `[L, N, K']` as int32 `[L, N/128, 4, 32, K'/4]`, which counts rows and columns as they were; a view."""
     count, rows, columns = swizzled.shape
@@ -74,22 +67,6 @@ def mma_view(swizzled: Tensor) -> Tensor:
     return swizzled.view(tiles).permute(_MMA_AXES)
 
 
-def from_mma_view(view: Tensor) -> Tensor:
-    """The inverse of `mma_view`: the same memory as `[L, N, K']`.
-
-    Raises:
-        WeightsError: The view was made contiguous, so that its memory is in another order.
-    """
-    stored = view.permute(_STORED_AXES)
-    if not stored.is_contiguous():
-        raise WeightsError(
-            f"block scales of strides {view.stride()} are no view of swizzled memory {tuple(stored.shape)}; "
-            "make it by mma_view, and keep it a view"
-        )
-    count, row_tiles, column_tiles = stored.shape[:3]
-    return stored.view(count, row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
-
-
 def interleave(halves: Tensor) -> Tensor:
     """Rows [first; second] of `[L, 2I, ...]` in turns: 64 of the first half, 64 of the second, 64 of the first, ...
 
@@ -98,24 +75,13 @@ def interleave(halves: Tensor) -> Tensor:
     Raises:
         WeightsError: I is no multiple of 64.
     """
-    return _turned(halves, 1)
-
-
-def deinterleave(rows: Tensor) -> Tensor:
-    """The inverse of `interleave`."""
-    return _turned(rows, 2)
-
-
-def _turned(rows: Tensor, axis: int) -> Tensor:
-    """Turns and halves change places; `axis`, 1 or 2, is where the two halves are counted."""
-    count, size = rows.shape[:2]
+    count, size = halves.shape[:2]
     if size % (2 * TURN):
         raise WeightsError(
             f"gate and up rows take turns of {TURN}: halves of {size / 2:g} rows cannot; choose another tp_size"
         )
-    turns = size // (2 * TURN)
-    outer, inner = (2, turns) if axis == 1 else (turns, 2)
-    return rows.reshape(count, outer, inner, TURN, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
+    turns = halves.reshape(count, 2, size // (2 * TURN), TURN, *halves.shape[2:]).transpose(1, 2)
+    return turns.reshape(halves.shape)
 
 
 def swap_halves(halves: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activation and quantization in Triton, as its own runners use them: by tiles."""
+"""Activation and quantization in Triton: numbers that comparing with torch does not show."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from triton_layers import DEVICE
 
 from moe_core.activation import RELU2, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError
+from moe_core.specs import TokenDtype
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_core.kernels.triton.activation import activate_rows, activation_constants
-from moe_core.kernels.triton.quantize import quantize_rows
-from moe_core.kernels.triton.sort import RowTiles, group_tiles
+from moe_core.kernels.triton.quantize import quantize, quantize_rows
 
 #: Rows 0, 1 and 6 of nine.
 ROWS = [0, 1, 6]
-
-
-def _tiles() -> RowTiles:
-    return group_tiles(torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE), 9, 2)
 
 
 @pytest.mark.parametrize("kind", ["silu", "relu"])
@@ -76,13 +72,15 @@ def test_codes_are_those_of_quotients(dtype: torch.dtype) -> None:
     assert torch.equal(found[there], want[there])
 
 
-@pytest.mark.parametrize(("dtype", "group"), [(torch.int8, 40), (torch.float8_e4m3fn, 16)])
+@pytest.mark.parametrize("token_dtype", [TokenDtype("int8", "token"), TokenDtype("fp8", "row_128")], ids=str)
 @pytest.mark.parametrize("spec", [SWIGLU_OAI, RELU2], ids=str)
-def test_activation_and_quantization_are_one_rounding(spec: ActivationSpec, dtype: torch.dtype, group: int) -> None:
-    hidden = torch.randn(9, 40 * spec.rows_per_channel)
-    codes, scales = quantize_rows(hidden.to(DEVICE), dtype, group, activation=spec, tiles=_tiles())
+def test_activation_and_quantization_are_one_rounding(spec: ActivationSpec, token_dtype: TokenDtype) -> None:
+    hidden = torch.randn(9, 160 * spec.rows_per_channel)
+    real = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
+    real[ROWS] = 0
+    codes, scales = quantize(hidden.to(DEVICE), token_dtype, activation=spec, real=real)
     want = activate(hidden.double(), spec)[ROWS]
-    factors = scales.cpu()[ROWS].double().repeat_interleave(group, 1)[:, :40]
+    factors = scales.cpu().view(9, -1)[ROWS].double().repeat_interleave(128 if scales.dim() > 1 else 160, 1)[:, :160]
     # Half a step: of the scale for integers, of the value (or of the smallest step) for three fraction bits.
-    step = factors if dtype == torch.int8 else torch.maximum(want.abs() / 8, factors / 512)
+    step = factors if token_dtype.dtype == "int8" else torch.maximum(want.abs() / 8, factors / 512)
     assert ((codes.cpu()[ROWS].double() * factors - want).abs() <= 0.501 * step).all()
