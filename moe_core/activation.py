@@ -26,7 +26,8 @@ class ActivationSpec:
     With `h = W13 x + b13` (`[rows, 2I]` when gated, else `[rows, I]`), `g` its gate and `u` its up half:
 
     * not gated: `f(h)`
-    * gated: `f(g) * (u + beta)`, where `silu` means `g * sigmoid(alpha * g)`
+    * gated: `f(g) * (u + beta)`, where `silu` means `g * sigmoid(alpha * g)` and `relu2` `relu(g) * relu(g)`: finite
+      where the product is, whatever the square alone
     * with `limit` and `clamp="before"`: first `g = min(g, limit)` and `u = clip(u, -limit, limit)`
     * with `limit` and `clamp="after"`: `min(f(g), limit) * (clip(u, -limit, limit) + beta)`
 

@@ -23,7 +23,7 @@ from moe_core.errors import InputError
 Tensor: TypeAlias = torch.Tensor
 #: The project's word for a float dtype -> torch's.
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: `[rows, 2I]` (or `[rows, I]`) after GEMM1 -> `[rows, I]`.
+#: `[rows, 2I]` (or `[rows, I]`) after GEMM1 -> `[rows, I]`, in the layer's dtype or fp32, which fp16 layers give.
 ActivationFn: TypeAlias = Callable[[Tensor], Tensor]
 #: `[rows, H]` -> `[rows, H]` after GEMM2, before the top-k weights.
 PostNormFn: TypeAlias = Callable[[Tensor], Tensor]

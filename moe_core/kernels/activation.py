@@ -62,11 +62,15 @@ def _gated(x: Tensor, *, function: Callable[[Tensor], Tensor], spec: ActivationS
         if spec.clamp == "before":
             gate = gate.clamp(max=spec.limit)
         up = up.clamp(-spec.limit, spec.limit)
+    if spec.beta != 0.0:
+        up = up + spec.beta
+    if spec.kind == "relu2" and spec.clamp == "before":
+        # The square alone may exceed fp32 beside an up half that is small.
+        root = functional.relu(gate)
+        return (root * up).mul_(root).to(x.dtype).contiguous()
     value = function(gate)
     if spec.limit is not None and spec.clamp == "after":
         value = value.clamp(max=spec.limit)
-    if spec.beta != 0.0:
-        up = up + spec.beta
     return value.mul_(up).to(x.dtype).contiguous()
 
 

@@ -58,13 +58,19 @@ class ActivationRounder:
             needs_real_rows=scheme.scales_by_batch,
         )
 
+    def weighted(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """`rows [R, C]` times fp32 `weights [R, 1]`, in the dtype in which they are rounded once by `__call__`."""
+        if self.dtype == "same":
+            return (rows * weights).to(rows.dtype)
+        return (rows.double() if self._divides_exactly(rows) else rows) * weights
+
     def __call__(
         self, x: Tensor, input_scale: Tensor | None = None, is_real: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Round `x [rows, C]` of any float dtype.
 
         Args:
-            x: The activations.
+            x: The activations; of codes that are those of exact division fp64 is taken as it is.
             input_scale: fp32 of static scaling, `[rows, 1]` or a scalar.
             is_real: bool `[rows]`, where `needs_real_rows`; None for all.
 
@@ -77,11 +83,20 @@ class ActivationRounder:
         """
         if self.dtype == "same":
             return x, None
-        values, fixed = x.float(), self._fixed_scale(input_scale)
+        values = x.double() if self._divides_exactly(x) else x.float()
+        fixed = self._fixed_scale(input_scale)
         if self.group > 0 and (fixed is None or self.scale == "e4m3"):
             return self._round_groups(values, fixed), None
         scale = self._dynamic_scale(self._amax(values.abs(), is_real)) if fixed is None else fixed
         return self._codes(values, scale), scale
+
+    def _divides_exactly(self, values: Tensor) -> bool:
+        """Whether codes are those of quotients in fp64.
+
+        In fp32, a product with a router weight or a quotient may be a tie where the exact one is none, and the other
+        way round; of so few codes each counts.
+        """
+        return self.dtype == "int4" and values.device.type == "cpu"
 
     def _fixed_scale(self, input_scale: Tensor | None) -> Tensor | None:
         if not self.static:
@@ -106,14 +121,18 @@ class ActivationRounder:
         else:
             by_group = input_scale[..., None]
             # A group's scale may round to zero; its values are then zero.
-            scale = round_to_e4m3(quotient(amax, LARGEST_CODE[self.dtype]) / by_group) * by_group
+            scale = round_to_e4m3(self._full_scale(amax) / by_group) * by_group
         return torch.flatten(self._codes(groups, scale).mul_(scale), start_dim=1)[:, : values.shape[1]]
+
+    def _full_scale(self, amax: Tensor) -> Tensor:
+        """The fp32 scale with which the largest value gets the largest code."""
+        return quotient(amax, LARGEST_CODE[self.dtype]).float()
 
     def _dynamic_scale(self, amax: Tensor) -> Tensor:
         if self.scale == "e8m0" and self.dtype == "fp4":
             # The exponent of the largest e2m1 value is 2.
             return power_of_two_below(amax) * 0.25
-        scale = quotient(amax, LARGEST_CODE[self.dtype])
+        scale = self._full_scale(amax)
         if self.scale == "e8m0":
             return power_of_two_above(scale)
         if self.scale == "e4m3":
@@ -127,9 +146,6 @@ class ActivationRounder:
             return round_to_e4m3(values / divisor)
         if self.dtype == "fp4":
             return round_e2m1(values / divisor)
-        if self.dtype == "int4" and values.device.type == "cpu":
-            # A quotient in fp32 may be a tie where the exact one is none; of so few codes each counts.
-            values = values.double()
         largest = LARGEST_CODE[self.dtype]
         return (values / divisor).round_().clamp_(-largest - 1.0, largest).float()
 

@@ -33,10 +33,7 @@ def experts_standard(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tens
     weights: Tensor | None = topk_weights
     if experts.weight_on_input:
         row_weights = gather_row_values(topk_weights.float(), permutation)
-        rows, weights = rows * row_weights[:, None], None
-        # Codes that quantized experts make of rows that were rounded before would be others.
-        if experts.w13.rounder.dtype == "same":
-            rows = rows.to(hidden_states.dtype)
+        rows, weights = experts.w13.rounder.weighted(rows, row_weights[:, None]), None
     out = _rows_of_experts(rows, groups, experts)
     complete = groups.on_host is not None and sum(end - start for _, start, end in groups.on_host) == topk_ids.numel()
     return combine(out, permutation.row_map, weights, hidden_states.dtype, complete=complete)

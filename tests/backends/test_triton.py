@@ -6,12 +6,12 @@ import attrs
 import pytest
 import torch
 from layers import exact, random_tensors, random_tokens
-from oracle import TOLERANCE, make_params, relative_error
+from oracle import TOLERANCE, activate, make_params, relative_error
 from oracle import layer as exact_layer
 from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_layer
 
 from moe_core import LayerRequest, RawWeights
-from moe_core.activation import SWIGLU, ActivationSpec
+from moe_core.activation import RELU2, SWIGLU, ActivationSpec
 from moe_core.errors import InputError
 from moe_core.payloads import StandardTokens
 from moe_core.quant import FP16
@@ -57,6 +57,59 @@ def test_fp16_rows_may_exceed_its_largest_number(a2a_backend: str) -> None:
     tokens = hidden * 8, ids, weights * 2.0**-12
     got = output(triton_layer(request, tensors), tokens)
     assert relative_error(got, exact(request, tensors, tokens)) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.contiguous", "none.masked"])
+@pytest.mark.parametrize("activation", [SWIGLU, ActivationSpec(kind="gelu", beta=1.0), RELU2], ids=str)
+def test_what_is_between_the_projections_may_exceed_fp16(activation: ActivationSpec, a2a_backend: str) -> None:
+    more = {"a2a_backend": a2a_backend, "activation": activation, "bias": True}
+    request = attrs.evolve(LAYER, dtype="fp16", quant=FP16, **more)
+    tensors, (hidden, ids, weights) = random_tensors(request), _tokens(request, 6)
+    tensors["w2"] *= 2.0**-9
+    tokens = hidden * 100, ids, weights
+    rows = [tensors["w13"][e].double() @ tokens[0][t].double() for t, e in enumerate(ids[:, 0])]
+    largest = activate(torch.stack(rows), activation).abs().max()
+    assert 1.2 * torch.finfo(torch.float16).max < largest < 1e6
+    got = output(triton_layer(request, tensors), tokens)
+    assert relative_error(got, exact_layer(*tokens, tensors, activation)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.contiguous"])
+def test_a_models_callable_may_exceed_fp16(a2a_backend: str) -> None:
+    activation = ActivationSpec(kind="module")
+    request = attrs.evolve(LAYER, dtype="fp16", quant=FP16, a2a_backend=a2a_backend, activation=activation)
+    tensors, (hidden, ids, weights) = random_tensors(request), _tokens(request, 6)
+    tensors["w2"] *= 2.0**-14
+    # What it is given, and what it gives, for all tokens but the first.
+    tokens = torch.cat([hidden[:1], hidden[1:] * 20000]), ids, weights
+
+    def roots(h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return 6.0 * gate.abs().sqrt() * up.abs().sqrt()
+
+    raw = RawWeights(tensors=dict(tensors), activation=roots)
+    first = torch.einsum("enh,th->ten", tensors["w13"].double(), tokens[0].double()).flatten(0, 1)
+    assert first.abs().max() > 2 * torch.finfo(torch.float16).max
+    assert 1.2 * torch.finfo(torch.float16).max < roots(first).abs().max() < 1e6
+    want = torch.zeros(hidden.shape, dtype=torch.float64)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        expert = ids[token, slot]
+        h = tensors["w13"][expert].double() @ tokens[0][token].double()
+        want[token] += weights[token, slot].double() * (tensors["w2"][expert].double() @ roots(h))
+    got = output(triton_layer(request, raw), tokens)
+    for token in range(6):
+        assert relative_error(got[token], want[token]) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-1])
+def test_small_numbers_between_the_projections_are_as_near_in_fp16(size: float) -> None:
+    request = attrs.evolve(LAYER, dtype="fp16", quant=FP16, hidden_size=256, intermediate_size=128)
+    tensors, tokens = random_tensors(request), _tokens(request, 6)
+    tensors["w13"][:, 128:] *= size
+    rows = torch.einsum("enh,th->ten", tensors["w13"].double(), tokens[0].double()).flatten(0, 1)
+    assert 0.5 * size < activate(rows, SWIGLU).square().mean().sqrt() < 2 * size
+    got = output(triton_layer(request, tensors), tokens)
+    assert relative_error(got, exact(request, tensors, tokens)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize(("expected_m", "rows"), [(None, 9 * 3 / 5), (1, 1), (300, 300)])

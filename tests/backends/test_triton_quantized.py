@@ -11,6 +11,7 @@ import pytest
 import torch
 from layers import random_tokens
 from oracle import activate, relative_error
+from oracle import layer as layer_in_float64
 from quantized import QUANTS, exact_quantized, random_quantized, rounding
 from triton_layers import DEVICE, fewest_rows, output, pretend_card, triton_layer
 
@@ -193,6 +194,19 @@ def test_what_is_between_the_projections_may_exceed_fp16(name: str, a2a_backend:
     got = output(triton_layer(request, tensors), (hidden, ids, weights))
     tolerance = FP8_TOLERANCE if request.quant.w13.activation_dtype == "fp8" else TOLERANCE
     assert relative_error(got, exact_quantized((hidden, ids, weights), meaning)) < tolerance
+
+
+@pytest.mark.parametrize("a2a_backend", ["none", "none.masked"])
+@pytest.mark.parametrize("name", ["mxfp4_w4a16", "w4a16_int4_g32", "int4_row_zero", "fp8_row_weights"])
+def test_what_is_between_weights_of_fewer_bits_may_exceed_fp16(name: str, a2a_backend: str) -> None:
+    request = _request(SCHEMES[name], dtype="fp16", a2a_backend=a2a_backend)
+    tensors, meaning = random_quantized(request)
+    tokens = random_tokens(request, 3)[0] * 256, torch.tensor([[0, 2], [1, 0], [2, 1]]), torch.full((3, 2), 2.0**-9)
+    first = meaning["w13"][0] @ tokens[0][0].double()
+    assert 1.2 * torch.finfo(torch.float16).max < activate(first[None], SWIGLU).abs().max() < 1e6
+    want = layer_in_float64(*tokens, meaning, SWIGLU)
+    # Weights and rows are rounded to fp16.
+    assert relative_error(output(triton_layer(request, tensors), tokens), want) < 1e-3
 
 
 @pytest.mark.error_path

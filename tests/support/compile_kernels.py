@@ -30,6 +30,7 @@ from moe_core.kernels.triton.weights import GroupedWeight
 from moe_core.quant import (
     BF16,
     FP8_BLOCK128,
+    FP16,
     MXFP4_W4A16,
     MXFP8_W8A16,
     PER_TENSOR,
@@ -43,6 +44,7 @@ from moe_core.weights.expected import expected_tensors
 #: Scheme -> token counts: one token, few and many rows per expert.
 LAYERS = {
     BF16: (1, 5, 150, 900),
+    FP16: (150,),
     FP8_BLOCK128: (5, 150),
     W8A8_INT8: (150,),
     attrs.evolve(W8A8_INT8, activation_scaling="static", activation_group=PER_TENSOR): (5,),
@@ -64,9 +66,9 @@ def main(capability: int) -> None:
     """Compile, and print each kernel's name once per variant."""
     compile_only(capability, lambda name, _: print(name))
     for scheme, token_counts in LAYERS.items():
-        request = LayerRequest(
-            num_experts=4, top_k=2, hidden_size=256, intermediate_size=128, quant=scheme, runner_backend="triton"
-        )
+        dtype = "fp16" if scheme == FP16 else "bf16"
+        sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
+        request = LayerRequest(quant=scheme, dtype=dtype, runner_backend="triton", **sizes)
         layer = MoELayer(request, environment=load_environment("h100"), manager=both_manager())
         shapes = expected_tensors(request, 4)
         # Input scales of zero are refused.

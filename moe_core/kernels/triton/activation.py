@@ -107,12 +107,17 @@ def activate(
             if not CLAMP_AFTER:
                 gate = tl.where(gate > LIMIT, LIMIT, gate)
             up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        value = _function(gate, KIND, ALPHA)
-        if CLAMP_AFTER:
-            value = tl.where(value > LIMIT, LIMIT, value)
         if BETA != 0.0:
             up = up + BETA
-        value = value * up
+        if KIND == "relu2" and not CLAMP_AFTER:
+            # The square alone may exceed fp32 beside an up half that is small.
+            root = tl.where(gate < 0.0, 0.0, gate)
+            value = root * up * root
+        else:
+            value = _function(gate, KIND, ALPHA)
+            if CLAMP_AFTER:
+                value = tl.where(value > LIMIT, LIMIT, value)
+            value = value * up
     else:
         value = _function(gate, KIND, ALPHA)
     return value

@@ -45,6 +45,8 @@ class GroupedGemm:
         pdl: bool = False,
         rounded_from: torch.dtype | None = None,
         rounded_group: int = 0,
+        sum_factor: float = 1.0,
+        out_factor: float = 1.0,
     ) -> None:
         """What does not change between calls.
 
@@ -56,10 +58,13 @@ class GroupedGemm:
             pdl: Start before the launch in front of this one has ended (see the package).
             rounded_from: Of results that are rounded to codes, the dtype that they have before.
             rounded_group: Of such results, the columns that share a scale: tiles have whole groups (`rounds`).
+            sum_factor: What multiplies sums, before the bias is added.
+            out_factor: What multiplies results, before they are rounded to their dtype.
         """
         self._weight, self._activation, self._row_group = weight, activation, row_group
         self._multiprocessors, self._pdl = multiprocessors, pdl
         self._between, self._group = rounded_from, rounded_group
+        self._factors = sum_factor, out_factor
         gated = activation is not None and activation.gated
         self._halves = 2 if gated else 1
         self.width = weight.num_rows // self._halves
@@ -177,6 +182,8 @@ class GroupedGemm:
             "OUT_GROUP": self._group,
             "CODE_MAX": CODE_MAX.get(out_dtype),
             "CODE_MIN": CODE_MIN.get(out_dtype),
+            "SUM_FACTOR": self._factors[0],
+            "OUT_FACTOR": self._factors[1],
             "PANEL": weight.panel_rows,
             "PDL": self._pdl,
             **of_call,

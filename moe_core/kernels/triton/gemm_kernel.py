@@ -166,6 +166,8 @@ def grouped_gemm(
     OUT_GROUP: tl.constexpr,
     CODE_MAX: tl.constexpr,
     CODE_MIN: tl.constexpr,
+    SUM_FACTOR: tl.constexpr,
+    OUT_FACTOR: tl.constexpr,
     PANEL: tl.constexpr,
     COUNTS_PROGRAMS: tl.constexpr,
     AWAITED: tl.constexpr,
@@ -293,6 +295,8 @@ def grouped_gemm(
         sums = sums.to(tl.float32)
         if SCALING == "row":
             sums *= tl.load(x_scale + sources * stride_sx)[:, None]
+        if SUM_FACTOR != 1.0:
+            sums *= SUM_FACTOR
         if w_row_scale is not None:
             sums *= tl.load(w_row_scale + expert * width * HALVES + w_rows)[None, :]
         if bias is not None:
@@ -303,6 +307,8 @@ def grouped_gemm(
             gate = sums
             up = sums
         value = activate(gate, up, KIND, GATED, ALPHA, LIMIT, BETA, CLAMP_AFTER)
+        if OUT_FACTOR != 1.0:
+            value *= OUT_FACTOR
         out_columns = column_tile * BN + tl.arange(0, BN)
         pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
         if out_scale is None:
