@@ -16,7 +16,7 @@ LARGE, SMALL = 227 << 10, 99 << 10
 
 
 def _bytes(table: TileTable, tile: object, halves: int) -> int:
-    sizes = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}[table.operands]
+    sizes = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1), "planes": (2, 1)}[table.operands]
     return tile.num_stages * tile.k * (tile.m * sizes[0] + tile.n * halves * sizes[1])  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def test_more_rows_per_expert_take_larger_tiles() -> None:
 
 
 @pytest.mark.parametrize("card", MEASURED)
-@pytest.mark.parametrize("operands", ["byte_weight", "narrow"])
+@pytest.mark.parametrize("operands", ["byte_weight", "narrow", "planes"])
 def test_weights_that_are_decoded_are_swapped_with_four_warps_only(operands: str, card: str) -> None:
     assert all(tile.num_warps == 4 for pair in measured(operands, card).values() for tile in pair if tile.swap)
 

@@ -23,7 +23,8 @@ from moe_core.quant import FP8_BLOCK128, FP16, W4A16_INT4_G128, W8A16_INT8, Quan
 from moe_core.weights.expected import expected_tensors
 
 #: fp16 layers: their rows are summed in fp32, so that of all results theirs take most room.
-SCHEMES = {"half": FP16, "byte": FP8_BLOCK128, "byte_weight": W8A16_INT8, "narrow": W4A16_INT4_G128}
+SCHEMES = {"half": FP16, "byte": FP8_BLOCK128, "byte_weight": W8A16_INT8}
+SCHEMES |= dict.fromkeys(("narrow", "planes"), W4A16_INT4_G128)
 #: Of one program on Hopper.
 _MOST_BYTES = 227 << 10
 

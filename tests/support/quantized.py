@@ -256,16 +256,19 @@ def _round_codes(values: Tensor, word: str) -> Tensor:
 
 
 def exact_quantized(
-    tokens: tuple[torch.Tensor, ...], meaning: dict[str, Any], weight_on_input: bool = False
+    tokens: tuple[torch.Tensor, ...],
+    meaning: dict[str, Any],
+    weight_on_input: bool = False,
+    activation: ActivationSpec = SWIGLU,
 ) -> torch.Tensor:
-    """A SwiGLU layer in float64, on what stored weights mean and with rows rounded as the scheme says."""
+    """A layer without biases in float64, on what stored weights mean and with rows rounded as the scheme says."""
     hidden, ids, weights = tokens
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     for expert in range(len(meaning["w13"])):
         token, slot = torch.where(ids == expert)
         experts, factor = [expert] * len(token), weights[token, slot, None].double()
         rows = meaning["round_w13"](hidden[token].double() * (factor if weight_on_input else 1.0), experts)
-        inside = activate(rows @ meaning["w13"][expert].T, SWIGLU).bfloat16()
+        inside = activate(rows @ meaning["w13"][expert].T, activation).bfloat16()
         result = meaning["round_w2"](inside, experts) @ meaning["w2"][expert].T
         out.index_add_(0, token, result * (1.0 if weight_on_input else factor))
     return out

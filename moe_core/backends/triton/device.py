@@ -21,6 +21,8 @@ class Device:
         tma: Whether it has a bulk copy engine that reads tensors by descriptors.
         pdl: Whether a launch may start while the one before it ends (programmatic dependent launch): the kernels then
             wait for it themselves before they read anything.
+        planes: Whether its matrix instructions take an operand from registers beside one in shared memory, so that
+            weights can be decoded in planes (Hopper).
     """
 
     name: str
@@ -28,10 +30,11 @@ class Device:
     multiprocessors: int
     tma: bool
     pdl: bool
+    planes: bool
 
 
 #: Under the interpreter: enough for every tile of the table.
-_INTERPRETED = Device(name="", shared_bytes=227 << 10, multiprocessors=2, tma=True, pdl=False)
+_INTERPRETED = Device(name="", shared_bytes=227 << 10, multiprocessors=2, tma=True, pdl=False, planes=True)
 
 
 @functools.cache
@@ -42,4 +45,5 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     tma, pdl = properties.major >= 9, has_dependent_launches(device)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(properties.name, shared_bytes, properties.multi_processor_count, tma=tma, pdl=pdl)
+    planes = properties.major == 9
+    return Device(properties.name, shared_bytes, properties.multi_processor_count, tma=tma, pdl=pdl, planes=planes)

@@ -19,6 +19,7 @@ from moe_core.kernels.triton.gemm import GroupedGemm
 from moe_core.kernels.triton.launch import divided_up
 from moe_core.kernels.triton.one_token import OneToken
 from moe_core.kernels.triton.permute import gather_rows
+from moe_core.kernels.triton.planes import rows_in_planes
 from moe_core.kernels.triton.sort import RowTiles, SortedSlots, group_tiles, sort_slots
 from moe_core.payloads import (
     TORCH_DTYPES,
@@ -65,7 +66,7 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
     row_dtype = torch.float32 if request.dtype == "fp16" else dtype
     # Nobody has looked at the ids before a fused runner; on a GPU its first kernel does.
     is_unchecked = format_ == "fused"
-    table = _tile_table(request, device, w13, w2, row_dtype)
+    table = _tile_table(request, format_, device, w13, w2, row_dtype)
     inside_factor = _INSIDE_FP16 if request.dtype == "fp16" and w2.rounds_to is None else 1.0
     one_token = None
     # Nothing but weights in the layer's dtype, biases and a formula.
@@ -101,10 +102,13 @@ def _experts(request: LayerRequest, format_: str, weights: PreparedWeights) -> T
 
 
 def _tile_table(
-    request: LayerRequest, device: Device, w13: Projection, w2: Projection, row_dtype: torch.dtype
+    request: LayerRequest, format_: str, device: Device, w13: Projection, w2: Projection, row_dtype: torch.dtype
 ) -> TileTable:
+    # Blocks have rows that are none, and all of them would be put in the order of planes.
+    in_planes = device.planes and format_ in ("standard", "fused") and request.dtype == "bf16"
+    in_planes = in_planes and w13.takes_planes() and w2.takes_planes()
     return TileTable(
-        operands=operands_of(request.local_quant.w13, request.local_quant.w2),
+        operands="planes" if in_planes else operands_of(request.local_quant.w13, request.local_quant.w2),
         device_name=device.name,
         shared_bytes=device.shared_bytes,
         descriptors=device.tma and w13.weight.takes_descriptors() and w2.weight.takes_descriptors(),
@@ -245,9 +249,10 @@ class TritonExperts:
         """First projection and activation; with `slots`, of `rows` that are tokens."""
         num_rows, tile = rows.shape[0] if slots is None else slots.order.shape[0], pair[0]
         # Tokens are rounded once each, rows where they are. Sorting, which may still run, does not write tokens.
-        operand, scale = self.w13.rounded(
-            rows, tiles if slots is None else None, pdl="write" if self.pdl and slots is not None else ""
-        )
+        early = "write" if self.pdl and slots is not None else ""
+        operand, scale = self.w13.rounded(rows, tiles if slots is None else None, pdl=early)
+        if tile.planes:
+            operand = rows_in_planes(operand, early)
         gather: dict[str, Any] = {} if slots is None else {"order": slots.order, "top_k": slots.row_map.shape[1]}
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
         floats = self.dtype if self.w2.rounds_to is None and self.module is None else self.row_dtype
@@ -257,6 +262,7 @@ class TritonExperts:
         self.first(
             *(operand, tiles, inside, tile),
             row_scale=scale,
+            out_planes=pair[1].planes and self.module is None,
             out_scale=inside_scale,
             counts_programs=before_rounding > 0,
             **gather,
@@ -266,6 +272,8 @@ class TritonExperts:
             return _Inside(inside, inside_scale, awaited, in_use)
         if self.module is not None:
             inside = self._activated(inside, self.module)
+            if pair[1].planes:
+                inside = rows_in_planes(inside)
         rounded = self.w2.rounded(inside, tiles, pdl="read" if self.pdl else "", awaited=before_rounding)
         return _Inside(*rounded, awaited, in_use)
 

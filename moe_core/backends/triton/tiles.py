@@ -16,10 +16,11 @@ from moe_core.kernels.triton.tiles import Tile, VectorTile
 TilePair: TypeAlias = tuple[Tile, Tile]
 
 #: What both projections multiply: 16-bit floats on both sides; 8-bit codes on both; floats, or codes in one projection,
-#: and weights of 8-bit codes; floats and weights of 4-bit codes, or mixtures with other weights.
-OPERANDS = ("half", "byte", "byte_weight", "narrow")
+#: and weights of 8-bit codes; floats and weights of 4-bit codes, or mixtures with other weights; bf16 and int4
+#: weights that can be decoded in planes.
+OPERANDS = ("half", "byte", "byte_weight", "narrow", "planes")
 #: Bytes of a value that a tile of rows, and one of weights, takes in shared memory.
-_BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1)}
+_BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1), "planes": (2, 1)}
 
 
 #: Card -> operands -> most rows per expert, on average, and the tiles that are best up to there (docs/tried.md;
@@ -63,6 +64,22 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
             96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
             math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
         },
+        "planes": {
+            8: (
+                Tile(16, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(16, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
+            24: (
+                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(32, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
+            32: (
+                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(32, 256, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
     },
     "H200": {
         "half": {
@@ -95,6 +112,22 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
         "narrow": {
             8: (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 64, 4, 3, swap=True, own_rows=True)),
             24: (Tile(32, 32, 64, 4, 4, swap=True), Tile(32, 64, 64, 4, 4, swap=True, own_rows=True)),
+            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        },
+        "planes": {
+            8: (
+                Tile(16, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(16, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
+            24: (
+                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(32, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
+            32: (
+                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+                Tile(32, 256, 128, 4, 3, swap=True, own_rows=True, planes=True),
+            ),
             96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
             math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
         },

@@ -45,6 +45,10 @@ class Projection:
         """Channels that share a scale which follows from them alone; 0 for rows as they are, all channels or static."""
         return self.group if self.rounds_to is not None and self.input_scale is None else 0
 
+    def takes_planes(self) -> bool:
+        """Whether its weights can be decoded in planes."""
+        return self.rounds_to is None and self.weight.takes_planes()
+
     def new_scale(self, codes: Tensor) -> Tensor:
         """Room for the scales of such groups of `codes [R, C]`: fp32 `[R, ceil(C / group)]`."""
         return codes.new_empty((codes.shape[0], divided_up(codes.shape[1], self.group)), dtype=torch.float32)

@@ -89,6 +89,7 @@ class GroupedGemm:
         tile: Tile,
         *,
         row_scale: Tensor | None = None,
+        out_planes: bool = False,
         order: Tensor | None = None,
         top_k: int = 1,
         out_scale: Tensor | None = None,
@@ -103,6 +104,7 @@ class GroupedGemm:
             out: `[*, N]`, `[*, N / 2]` after a gated activation; only rows of `tiles` are written.
             tile: Sizes of the tiles; `tile.m` is `tiles.block_m`, `tile.k` the columns of a panel if there are any.
             row_scale: fp32 `[*, groups]` of quantized `rows`.
+            out_planes: Write columns in the order of planes, for a next one whose tile has them.
             order: `[N]`, the slot of each row if `rows` are tokens, which are then gathered (`order[r] // top_k`).
             top_k: Slots per token, with `order`.
             out_scale: fp32 `[*, groups]`, gets the scales of `out` if that takes codes, fp8 or int8.
@@ -124,7 +126,7 @@ class GroupedGemm:
         row_strides = rows.stride(0), out.stride(0), *(0 if s is None else s.stride(0) for s in (out_scale, row_scale))
         key = (
             *(tile, rows.dtype, out.dtype, row_strides, top_k, order is None, row_scale is None, out_scale is None),
-            *(is_aligned(rows), is_aligned(out), repeats, counts_programs, awaited),
+            *(is_aligned(rows), is_aligned(out), repeats, out_planes, counts_programs, awaited),
         )
         self._launches(
             key,
@@ -150,7 +152,13 @@ class GroupedGemm:
             ),
             lambda: self._constants(
                 tile,
-                {"REPEATS": repeats, "TMA_ROWS": by_descriptor, "COUNTS_PROGRAMS": counts_programs, "AWAITED": awaited},
+                {
+                    "REPEATS": repeats,
+                    "TMA_ROWS": by_descriptor,
+                    "OUT_PLANES": out_planes,
+                    "COUNTS_PROGRAMS": counts_programs,
+                    "AWAITED": awaited,
+                },
                 _scaling(rows, weight, row_scale),
                 out.dtype,
             ),
@@ -173,6 +181,7 @@ class GroupedGemm:
             "EVEN_K": self._num_inputs % tile.k == 0,
             "INTERLEAVED": self._interleaved,
             "PACKING": weight.packing,
+            "PLANES": tile.planes,
             "SCALING": scaling,
             "SCALE_ROWS": weight.block[0],
             "SCALE_COLUMNS": weight.block[1],

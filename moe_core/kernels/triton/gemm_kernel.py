@@ -8,6 +8,7 @@ import triton.language as tl
 from moe_core.kernels.triton.activation import activate
 from moe_core.kernels.triton.codes import codes_of, dynamic_scale
 from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow
+from moe_core.kernels.triton.planes import add_planes, place_in_planes
 from moe_core.kernels.triton.rows import TILE_FIELDS, count_program, wait_for_rows
 from moe_core.kernels.triton.weights import load_groups, load_tile, load_weight_only
 
@@ -157,6 +158,8 @@ def grouped_gemm(
     EVEN_K: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PACKING: tl.constexpr,
+    PLANES: tl.constexpr,
+    OUT_PLANES: tl.constexpr,
     SCALING: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
@@ -235,59 +238,73 @@ def grouped_gemm(
         X_DTYPE: tl.constexpr = x.dtype if TMA_ROWS else x.dtype.element_ty
         SUM: tl.constexpr = tl.int32 if tl.int8 == X_DTYPE else tl.float32
         acc = tl.zeros((BW, BM) if SWAP else (BM, BW), dtype=SUM)
-        if SCALING == "block":
-            x_factor = tl.load(x_scale + sources * stride_sx)
-            to_up = width // SCALE_ROWS * stride_sn
-            w_factor = _column_factors(scales, to_up, w_columns, ONE_BLOCK, INTERLEAVED)
-        scale = None
-        zero = None
-        if SCALING == "weight":
-            # The next step's are loaded before the product, which hides the wait for them.
-            if w_scale is not None:
-                scale = load_groups(scales, 0, num_inputs, stride_sk, SCALE_COLUMNS, BK)
-            if w_zero is not None:
-                zero = load_groups(zeros, 0, num_inputs, stride_zk, SCALE_COLUMNS, BK)
-        for k in range(0, num_inputs, BK):
-            k_columns = k + tl.arange(0, BK)
-            if TMA_ROWS:
-                x_tile = as_operand(x.load([first, k]))
-                if INTERPRETED:
-                    # Rows past the group may hold anything, of which NumPy would warn.
-                    x_tile = tl.where(there[:, None], x_tile, tl.zeros_like(x_tile))
-            else:
-                pointers = x + sources[:, None] * stride_x + k_columns[None, :]
-                real = there[:, None] if EVEN_K else there[:, None] & (k_columns[None, :] < num_inputs)
-                x_tile = as_operand(tl.load(pointers, mask=real, other=0.0))
-            if PANEL and TMA:
-                w_tile = as_operand(tl.reshape(w.load([panel, k // BK, column_tile * BW % PANEL, 0]), (BW, BK)))
-            elif PANEL:
-                inside = w_columns % (width * HALVES)
-                pointers = base + (inside // PANEL)[:, None] * stride_wn + k // BK * stride_wk
-                w_tile = as_operand(tl.load(pointers + (inside % PANEL)[:, None] * BK + tl.arange(0, BK)[None, :]))
-            elif TMA:
-                w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
-            elif SCALING == "weight":
-                w_tile = load_weight_only(
-                    base + w_rows * stride_wn, scale, zero, k, num_inputs, stride_wk, PACKING, BK, EVEN_K, X_DTYPE
-                )
-                if w_scale is not None:
-                    scale = load_groups(scales, k + BK, num_inputs, stride_sk, SCALE_COLUMNS, BK)
-                if w_zero is not None:
-                    zero = load_groups(zeros, k + BK, num_inputs, stride_zk, SCALE_COLUMNS, BK)
-            else:
-                pointers = base + w_rows[:, None] * stride_wn + k_columns[None, :] * stride_wk
-                w_tile = as_operand(load_tile(pointers, k_columns, num_inputs, EVEN_K))
+        if PLANES:
+            acc = add_planes(
+                acc,
+                base + w_rows * stride_wn,
+                x + sources * stride_x,
+                there,
+                scales,
+                zeros,
+                num_inputs,
+                stride_sk,
+                stride_zk,
+                SCALE_COLUMNS,
+            )
+        else:
             if SCALING == "block":
+                x_factor = tl.load(x_scale + sources * stride_sx)
+                to_up = width // SCALE_ROWS * stride_sn
+                w_factor = _column_factors(scales, to_up, w_columns, ONE_BLOCK, INTERLEAVED)
+            scale = None
+            zero = None
+            if SCALING == "weight":
                 # The next step's are loaded before the product, which hides the wait for them.
-                factors = _factors(x_factor, w_factor, SWAP)
-                ahead = tl.minimum(k + BK, num_inputs - 1)
-                x_factor = tl.load(x_scale + sources * stride_sx + ahead // ROW_GROUP)
-                w_factor = _column_factors(
-                    scales + ahead // SCALE_COLUMNS * stride_sk, to_up, w_columns, ONE_BLOCK, INTERLEAVED
-                )
-                acc += _product(x_tile, w_tile, tl.zeros_like(acc), SWAP, None) * factors
-            else:
-                acc = _product(x_tile, w_tile, acc, SWAP, BK)
+                if w_scale is not None:
+                    scale = load_groups(scales, 0, num_inputs, stride_sk, SCALE_COLUMNS, BK)
+                if w_zero is not None:
+                    zero = load_groups(zeros, 0, num_inputs, stride_zk, SCALE_COLUMNS, BK)
+            for k in range(0, num_inputs, BK):
+                k_columns = k + tl.arange(0, BK)
+                if TMA_ROWS:
+                    x_tile = as_operand(x.load([first, k]))
+                    if INTERPRETED:
+                        # Rows past the group may hold anything, of which NumPy would warn.
+                        x_tile = tl.where(there[:, None], x_tile, tl.zeros_like(x_tile))
+                else:
+                    pointers = x + sources[:, None] * stride_x + k_columns[None, :]
+                    real = there[:, None] if EVEN_K else there[:, None] & (k_columns[None, :] < num_inputs)
+                    x_tile = as_operand(tl.load(pointers, mask=real, other=0.0))
+                if PANEL and TMA:
+                    w_tile = as_operand(tl.reshape(w.load([panel, k // BK, column_tile * BW % PANEL, 0]), (BW, BK)))
+                elif PANEL:
+                    inside = w_columns % (width * HALVES)
+                    pointers = base + (inside // PANEL)[:, None] * stride_wn + k // BK * stride_wk
+                    w_tile = as_operand(tl.load(pointers + (inside % PANEL)[:, None] * BK + tl.arange(0, BK)[None, :]))
+                elif TMA:
+                    w_tile = as_operand(tl.reshape(w.load([expert.to(tl.int32), column_tile * BN, 0, k]), (BW, BK)))
+                elif SCALING == "weight":
+                    w_tile = load_weight_only(
+                        base + w_rows * stride_wn, scale, zero, k, num_inputs, stride_wk, PACKING, BK, EVEN_K, X_DTYPE
+                    )
+                    if w_scale is not None:
+                        scale = load_groups(scales, k + BK, num_inputs, stride_sk, SCALE_COLUMNS, BK)
+                    if w_zero is not None:
+                        zero = load_groups(zeros, k + BK, num_inputs, stride_zk, SCALE_COLUMNS, BK)
+                else:
+                    pointers = base + w_rows[:, None] * stride_wn + k_columns[None, :] * stride_wk
+                    w_tile = as_operand(load_tile(pointers, k_columns, num_inputs, EVEN_K))
+                if SCALING == "block":
+                    # The next step's are loaded before the product, which hides the wait for them.
+                    factors = _factors(x_factor, w_factor, SWAP)
+                    ahead = tl.minimum(k + BK, num_inputs - 1)
+                    x_factor = tl.load(x_scale + sources * stride_sx + ahead // ROW_GROUP)
+                    w_factor = _column_factors(
+                        scales + ahead // SCALE_COLUMNS * stride_sk, to_up, w_columns, ONE_BLOCK, INTERLEAVED
+                    )
+                    acc += _product(x_tile, w_tile, tl.zeros_like(acc), SWAP, None) * factors
+                else:
+                    acc = _product(x_tile, w_tile, acc, SWAP, BK)
 
         sums = acc
         if SWAP:
@@ -310,7 +327,8 @@ def grouped_gemm(
         if OUT_FACTOR != 1.0:
             value *= OUT_FACTOR
         out_columns = column_tile * BN + tl.arange(0, BN)
-        pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
+        places = place_in_planes(out_columns) if OUT_PLANES else out_columns
+        pointers = out + rows.to(tl.int64)[:, None] * stride_out + places[None, :]
         if out_scale is None:
             value = narrow(value, out.dtype.element_ty)
         else:

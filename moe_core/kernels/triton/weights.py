@@ -12,8 +12,8 @@ from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow,
 from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
-#: Sizes of scales of int4 are below it: they are multiplied by up to 2**22 (`_int4`). e2m1 takes all that fp32 has.
-#: Reading codes as fractions beside a power of two would lift this, with an instruction more for each code.
+#: Sizes of scales of int4 are below it: they are multiplied by up to 2**22 (`_int4`). e2m1 takes all that fp32
+#: has. Reading codes as fractions beside a power of two would lift this, with an instruction more for each code.
 INT4_SCALE_LIMIT = 2.0**106
 
 
@@ -92,6 +92,11 @@ class GroupedWeight:
         return TensorDescriptor(
             self.data, [experts, width, halves, columns], [by_expert, *within, 1], [1, n, halves, k]
         )
+
+    def takes_planes(self) -> bool:
+        """Whether bf16 rows can be multiplied in planes (`moe_core.kernels.triton.planes`), 128 columns at a time."""
+        is_worded = self.packing == "int4" and self.stored().dtype == torch.int32
+        return is_worded and self.block[1] % 128 == 0 and self.num_inputs % 128 == 0
 
     def stored(self) -> Tensor:
         """What a kernel reads: `data`, 4-bit codes in words of eight (int32 `[L, N, C / 8]`) where these can be had."""
@@ -217,7 +222,7 @@ def _woven(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _scale_values(raw):
+def scale_values(raw):
     """Scales in fp32; bytes are exponents (e8m0)."""
     if raw.dtype == tl.uint8:
         exponent = raw.to(tl.int32)
@@ -271,7 +276,7 @@ def load_weight_only(
     GROUPS: tl.constexpr = 1 if scale is None else scale.shape[1]
     raw = tl.reshape(raw, (raw.shape[0], GROUPS, raw.shape[1] // GROUPS))
     if scale is not None:
-        factor = _scale_values(scale)[:, :, None]
+        factor = scale_values(scale)[:, :, None]
     offset = 0.0
     if zero is not None:
         offset = zero.to(tl.float32)[:, :, None]
