@@ -112,8 +112,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-#: What people write -> what they mean by it, though other words look more like it: torch calls all these GPUs so.
-_MEANT = {"gpu": "cuda"}
+#: What people write -> what they mean by it, though other words look more like it: torch's and others' names.
+_MEANT = {"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moe_core.errors import counted
-from moe_core.findings import DtypeChoice, Findings, Reason, WorkloadDecision
+from moe_core.findings import BY_NAME, DtypeChoice, Findings, Ranked, Reason, WorkloadDecision
 from moe_core.misses import Misses, relevant
 from moe_core.request import Pins
 
@@ -50,7 +50,8 @@ def why(decision: Findings, workload: WorkloadDecision) -> str:
     if workload.outranked_by:
         words.append(f"{workload.outranked_by} {workload.outranked_because}")
         count, which = len(workload.ranked), "that have it"
-    return "; ".join(filter(None, (*words, *_first_of(workload, count, which), _doubt(workload))))
+    told = (*words, *_first_of(workload, count, which), _doubt(workload), _tie(decision, workload))
+    return "; ".join(filter(None, told))
 
 
 def _first_of(workload: WorkloadDecision, count: int, which: str) -> Iterator[str]:
@@ -69,11 +70,27 @@ def _first_of(workload: WorkloadDecision, count: int, which: str) -> Iterator[st
 
 def _doubt(workload: WorkloadDecision) -> str:
     """Which of the order are as fast as the first for all that samples tell, by their places; "" if none is."""
-    places = [str(place) for place, entry in enumerate(workload.ranked, start=1) if entry in workload.not_told_apart]
-    if not places:
+    which = _places_of(workload.not_told_apart, workload)
+    if not which:
         return ""
-    which = f"{'that' if len(places) == 1 else 'those'} in place {', '.join(places)}"
     return f"not told apart from {which}: their samples overlap, moe-core tune with more --repeats may tell"
+
+
+def _tie(decision: Findings, workload: WorkloadDecision) -> str:
+    """That its name alone put the first there, before which others, and how to decide otherwise; "" if not so."""
+    if not workload.ranked or workload.ranked[0].because != BY_NAME:
+        return ""
+    which = _places_of(workload.tied_by_name, workload) or "what has another weight layout"
+    # Nobody measures layers of several ranks.
+    is_measured = decision.request.ep_size == 1
+    how = "moe-core tune on that machine would decide by times" if is_measured else "pin or prefer the one you know"
+    return f"nothing that was declared or measured tells it from {which}: {how}"
+
+
+def _places_of(entries: Sequence[Ranked], workload: WorkloadDecision) -> str:
+    """`that in place 2`, `those in place 2, 4`, "" of none."""
+    places = [str(place) for place, entry in enumerate(workload.ranked, start=1) if entry in entries]
+    return f"{'that' if len(places) == 1 else 'those'} in place {', '.join(places)}" if places else ""
 
 
 def dtype_text(dtype: DtypeChoice) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -14,12 +14,14 @@ from moe_core.errors import some_of
 from moe_core.findings import Reason, SpecReport
 from moe_core.quant import SCHEMES, LayerQuant
 from moe_core.request import LayerRequest, Pins, Workload
-from moe_core.specs import DispatcherSpec, Requirement, RunnerSpec
+from moe_core.specs import DispatcherSpec, Limit, Requirement, RunnerSpec
 from moe_core.vocabulary import ANY
 
 _Spec: TypeAlias = DispatcherSpec | RunnerSpec
 #: Most schemes that a reason lists.
 _FEW_SCHEMES = 5
+#: Most tensor-parallel ranks that a reason thinks of, and how many of their numbers it lists.
+_MOST_SPLITS, _FEW_SPLITS = 64, 3
 #: What the schemes with names are for a layer.
 _KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
 
@@ -147,12 +149,15 @@ def _setting_reasons(spec: _Spec, environment: Environment) -> Iterator[Reason]:
 
 
 def _buffer_reasons(spec: _Spec, case: Case) -> Iterator[Reason]:
+    # What depends on how many tokens come at a time.
+    fewer = "send fewer tokens at a time" if case.workload.max_tokens else "declare Workload(max_tokens=...)"
     for buffer_size in spec.buffer_sizes:
         # A workload that does not say how many tokens it has may bring what the spec takes.
         workload = case.workload
         most = workload if workload.max_tokens else attrs.evolve(workload, max_tokens=spec.most_tokens)
         if fault := buffer_size.fault(dict(case.environment.variables), case.request.sizes(most)):
-            yield Reason("variable", *fault, buffer_size.hint)
+            hints = (buffer_size.hint, fewer if buffer_size.follows_tokens else "")
+            yield Reason("variable", *fault, ", or ".join(filter(None, hints)))
 
 
 def _workload_reasons(spec: _Spec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
@@ -171,7 +176,18 @@ def _limit_reasons(spec: _Spec, case: Case) -> Iterator[Reason]:
     for limit in spec.limits:
         size = case.sizes[limit.field]
         if size is not None and not limit.allows(size):
-            yield Reason("limit", str(limit), f"{limit.field} {size}", limit.hint, limit.field)
+            hint = "; or ".join(filter(None, (limit.hint, _other_split(limit, case.request))))
+            yield Reason("limit", str(limit), f"{limit.field} {size}", hint, limit.field)
+
+
+def _other_split(limit: Limit, request: LayerRequest) -> str:
+    """`tp_size 1, 2 fits`: even splits, next to the layer's, whose share keeps the limit; "" if there is none."""
+    if limit.field != "intermediate_size":
+        return ""
+    whole, asked = request.intermediate_size, request.tp_size
+    splits = (tp for tp in range(1, min(whole, _MOST_SPLITS) + 1) if whole % tp == 0 and tp != asked)
+    fitting = sorted((tp for tp in splits if limit.allows(whole // tp)), key=lambda tp: max(tp, asked) / min(tp, asked))
+    return f"tp_size {', '.join(map(str, sorted(fitting[:_FEW_SPLITS])))} fits" if fitting else ""
 
 
 def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:
@@ -188,10 +204,10 @@ def _scheme_reason(runner: RunnerSpec, quant: LayerQuant) -> Reason | None:
     """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
     if any(quant.matches(pattern) for pattern in runner.schemes):
         return None
-    return Reason("scheme", _nearest(runner.schemes, quant), str(quant))
+    return Reason("scheme", nearest_schemes(runner.schemes, quant), str(quant))
 
 
-def _nearest(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
+def nearest_schemes(patterns: Sequence[LayerQuant], quant: LayerQuant) -> str:
     """The schemes to name: all of a few, of many those that have names and differ least from what is asked."""
     named = [known for known in _KNOWN if any(known.matches(pattern) for pattern in patterns)]
     unnamed = [pattern for pattern in patterns if not any(known.matches(pattern) for known in named)]

@@ -114,6 +114,10 @@ class DtypeChoice:
     notes: tuple[str, ...] = ()
 
 
+#: What sets a candidate apart if nothing that is declared or measured does.
+BY_NAME = "tie broken by name"
+
+
 class Place(NamedTuple):
     """What a candidate is sorted by where no time counts, in this order; a time comes right after `preference`."""
 
@@ -122,6 +126,7 @@ class Place(NamedTuple):
     permutes_alone: bool
     waits: bool
     permutes_few: bool
+    is_pair: bool
     name: str
 
 
@@ -217,6 +222,14 @@ class WorkloadDecision:
             return ()
         first, *others = self.alike_preferred
         return tuple(entry for entry in others if not first.is_told_from(entry))
+
+    @property
+    def tied_by_name(self) -> tuple[Ranked, ...]:
+        """Those that the first precedes by its name alone: nothing was measured or declared that tells them apart."""
+        if not self.ranked or self.ranked[0].because != BY_NAME:
+            return ()
+        first, *others = self.ranked
+        return tuple(e for e in others if (e.place[:-1], e.microseconds) == (first.place[:-1], first.microseconds))
 
     @property
     def alike_preferred(self) -> tuple[Ranked, ...]:

@@ -75,6 +75,11 @@ def make_plan(
     return plan, decision
 
 
+def keeps_weights(request: LayerRequest, *, of_model: bool) -> bool:
+    """Whether a layer is of a model that keeps its weights: those of floats are served where transformers has them."""
+    return of_model and not request.quant.is_quantized
+
+
 def without_copies(
     manager: BackendManager,
     request: LayerRequest,
@@ -147,7 +152,7 @@ def _plan(
         route, dtype = _route(manager, request, workload)
         routes.append(route)
         deviations += [workload.fallback, *(dtype.notes if dtype.requested else ())]
-        notes += notes_with(workload, route.candidate)
+        notes += notes_with(workload, route.candidate, request, environment)
     deviations = [text for text in dict.fromkeys(deviations) if text]
     plan = MoEPlan(
         request=request,

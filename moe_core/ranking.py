@@ -1,7 +1,8 @@
 """The order among feasible candidates, and what put each one in its place.
 
 Prefer, then measurements, then the declared tier, then (on one rank) tokens as they came before permuted ones, then
-what never makes the host wait, then (on several ranks, for few tokens) tokens as they came again, then the name.
+what never makes the host wait, then (on several ranks, for few tokens) tokens as they came again, then one call for
+everything before a dispatcher and a runner, then the name.
 Registration and import order never count.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from moe_core.declared import Candidate, answers_to, belongs_to
-from moe_core.findings import DtypeChoice, Place, Ranked
+from moe_core.findings import BY_NAME, DtypeChoice, Place, Ranked
 from moe_core.measurements import MeasuredTime, Measurement, times_at
 from moe_core.request import LayerRequest
 from moe_core.vocabulary import TIERS
@@ -134,7 +135,7 @@ def _place(candidate: Candidate, request: LayerRequest, phase: str) -> Place:
     dispatcher = candidate.dispatcher
     waits = not (candidate.runner.spec.graph_safe and (dispatcher is None or dispatcher.spec.graph_safe))
     preference, name = _preference(candidate, request), candidate.full_name
-    return Place(preference, tier, permutes and is_alone, waits, permutes_few, name)
+    return Place(preference, tier, permutes and is_alone, waits, permutes_few, dispatcher is not None, name)
 
 
 def _preference(candidate: Candidate, request: LayerRequest) -> tuple[int, ...]:
@@ -179,4 +180,6 @@ def _because(index: int, order: list[tuple[Place, float]], provenance: str) -> s
         return "the host may wait for the device" if place.waits else "the host never waits for the device"
     if place.permutes_few != neighbour.permutes_few:
         return "permutes few tokens" if place.permutes_few else "no permutation of few tokens"
-    return "tie broken by name"
+    if place.is_pair != neighbour.is_pair:
+        return "a dispatcher in front" if place.is_pair else "one call for everything"
+    return BY_NAME

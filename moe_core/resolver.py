@@ -74,7 +74,7 @@ def resolve(
     else:
         workloads, reason = _in_ranges(request, workloads, environment, table)
         layout = None if reason else workloads[0].ranked[0].candidate.runner.spec.weight_layout
-    workloads = [_with_stand_in(decision) for decision in workloads]
+    workloads = [_with_stand_in(decision, request, environment) for decision in workloads]
     return Decision(
         request=request,
         environment=environment,
@@ -87,11 +87,12 @@ def resolve(
     )
 
 
-def _with_stand_in(decision: WorkloadDecision) -> WorkloadDecision:
+def _with_stand_in(decision: WorkloadDecision, request: LayerRequest, environment: Environment) -> WorkloadDecision:
     """With a note if the first candidate takes the place of one that this layer is refused."""
     if not decision.ranked:
         return decision
-    return attrs.evolve(decision, notes=notes_with(decision, decision.ranked[0].candidate))
+    notes = notes_with(decision, decision.ranked[0].candidate, request, environment)
+    return attrs.evolve(decision, notes=notes)
 
 
 def _in_ranges(

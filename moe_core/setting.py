@@ -97,7 +97,7 @@ class BufferSize:
         unit: Bytes of one.
         bytes_needed: (factor, sizes) pairs, each size one of `LIMIT_FIELDS`: bytes are the sum of their products;
             a constant has no sizes. A workload without `max_tokens` counts as the largest that the spec's limits allow.
-        hint: What to do.
+        hint: What to do; the reason adds whether to declare `max_tokens`, or to send fewer.
     """
 
     variables: tuple[str, ...] = attrs.field(converter=as_tuple, validator=is_variable)
@@ -128,6 +128,11 @@ class BufferSize:
                 factor *= size
             total += factor
         return -(-total // self.unit)
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether fewer tokens at a time need less."""
+        return any({"max_tokens", "max_rows"} & {*names} for _, names in self.bytes_needed)
 
     def fault(self, variables: Mapping[str, str], sizes: Mapping[str, int | None]) -> Fault | None:
         """What is wrong with a process whose environment has these variables, None if nothing is or nobody knows."""

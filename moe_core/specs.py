@@ -92,7 +92,8 @@ class Limit:
         field: One of `LIMIT_FIELDS`; `intermediate_size` and `num_local_experts` are per rank.
         relation: `<=`, `>=`, `multiple_of` or `in`.
         value: An int, or a tuple of ints for `in`.
-        hint: What to do when the limit is exceeded, for example which version lifts it.
+        hint: What to do when the limit is exceeded, for example which version lifts it. Which `tp_size` gives another
+            `intermediate_size` is found for each layer, and added.
     """
 
     field: str = attrs.field(validator=one_of(*LIMIT_FIELDS))

@@ -67,7 +67,8 @@ def test_for_people() -> None:
     assert lines[0] == "environment: cuda sm90 (by hand)"
     assert lines[1] == (
         "workload prefill, up to 4096 tokens: cuda_deepgemm:deepep.normal + cuda_deepgemm:deep_gemm.contiguous_bf16, "
-        "bf16 by runner; first of 7 that fit: tie broken by name"
+        "bf16 by runner; first of 7 that fit: tie broken by name; nothing that was declared or measured tells it from "
+        "those in place 2, 3: moe-core tune on that machine would decide by times"
     )
     assert "  ascend_npu: 7 variants need npu, found cuda" in lines
     assert lines[-2:] == ["every reason: explain(full=True)", "weight layout: canonical"]

@@ -174,7 +174,8 @@ def test_what_runs(fields: dict[str, Any], machine: Environment, expected: list[
             {"quant": W8A8_INT8, "intermediate_size": 3136},
             A3,
             "ascend_npu:fuseep.mode1",
-            "limit: needs intermediate_size <= 3072, found intermediate_size 3136; mode 2 takes more",
+            "limit: needs intermediate_size <= 3072, found intermediate_size 3136; mode 2 takes more; or "
+            "tp_size 2, 4, 7 fits",
             id="2I of 6272",
         ),
         pytest.param({"quant": W8A8_INT8}, A2, "ascend_npu:fuseep.mode1", "arch: needs a3, found a2", id="fused on a2"),
@@ -548,6 +549,40 @@ def test_what_permutes_few_tokens_comes_after_what_does_not() -> None:
     assert ranked[1].because == "permutes few tokens"
 
 
+_SM89 = attrs.evolve(_H100, arch="sm89", device_name="")
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "expected", "because"),
+    [
+        (_SM89, {}, "triton:triton.fused_untuned", "one call for everything"),
+        (_SM89, {"ep_size": 2}, "torch:torch_alltoall.standard + torch:torch.standard", _BY_NAME),
+    ],
+)
+def test_where_nothing_was_measured_one_call_comes_before_two(
+    machine: Environment, fields: dict[str, Any], expected: str, because: str
+) -> None:
+    first, second, *_ = decide(request(**fields), machine, shipped_torch(), shipped_triton()).workloads[0].ranked
+    assert (first.candidate.full_name, first.because) == (expected, because)
+    assert second.candidate.runner.spec.tier == first.candidate.runner.spec.tier
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "expected"),
+    [
+        (1, "those in place 2, 3: moe-core tune on that machine would decide by times"),
+        (2, "those in place 2, 3: pin or prefer the one you know"),
+    ],
+)
+def test_a_tie_that_the_name_breaks_is_told(ep_size: int, expected: str) -> None:
+    runners = [*(runner(name, tier="tuned") for name in "abc"), runner("d", tier="fused")]
+    senders = plugin(dispatchers=[dispatcher()], runners=runners)
+    layer = request(ep_size=ep_size)
+    assert "tells it from" not in decide(layer, CPU, senders).explain()
+    text = decide(attrs.evolve(layer, exclude=("d",)), CPU, senders).explain()
+    assert f"tie broken by name; nothing that was declared or measured tells it from {expected}\n" in text
+
+
 @pytest.mark.parametrize(("sends_early", "tells"), [(True, False), (False, True), (False, False), (True, True)])
 def test_combine_begins_early_where_both_sides_can(sends_early: bool, tells: bool) -> None:
     parts = plugin(
@@ -567,6 +602,24 @@ def test_exclude(name: str) -> None:
     excluded = [spec for spec in decision.workloads[0].specs if any(r.code == "excluded" for r in spec.reasons)]
     assert excluded
     assert all(name.partition(":")[2] in spec.declared.full_name for spec in excluded)
+
+
+@pytest.mark.parametrize(
+    ("fields", "hints"),
+    [
+        # Of 96 channels on four ranks each has 24; 96, 48 and 32 are whole tiles.
+        ({"intermediate_size": 96, "tp_size": 4}, ["takes more; or tp_size 2, 3, 6 fits"]),
+        ({"intermediate_size": 100, "tp_size": 4}, ["takes more"]),
+        # No split over ranks changes that.
+        ({"intermediate_size": 96, "hidden_size": 100}, ["takes more"]),
+        ({"intermediate_size": 100, "hidden_size": 100}, ["takes more"] * 2),
+    ],
+)
+def test_another_split_is_advised_where_it_helps(fields: dict[str, Any], hints: list[str]) -> None:
+    tiles = [Limit(field, "multiple_of", 16, "takes more") for field in ("hidden_size", "intermediate_size")]
+    tiled = plugin(dispatchers=[dispatcher()], runners=[runner("tiled", limits=tiles)])
+    decision = decide(request(**fields), CPU, tiled)
+    assert [reason.hint for reason in decision.reasons_of("toy:tiled.standard")] == hints
 
 
 def test_what_is_excluded_twice_has_one_reason() -> None:

@@ -162,11 +162,23 @@ def test_what_memory_a_layer_needs_follows_from_the_layer() -> None:
     decision = decide(LIB_BUFFER="1")
     assert names(decision) == ["plain"]
     (reason,) = decision.reasons_of("toy:toy.standard")
-    assert str(reason) == "variable: needs LIB_OWN_BUFFER or LIB_BUFFER >= 2, found LIB_BUFFER=1; set it before"
+    needs = "variable: needs LIB_OWN_BUFFER or LIB_BUFFER >="
+    assert str(reason) == f"{needs} 2, found LIB_BUFFER=1; set it before, or send fewer tokens at a time"
     # Who does not say how many tokens there are may bring as many as the spec takes.
     unbounded = attrs.evolve(LAYER, workloads=Workload())
     assert names(decide(unbounded, LIB_BUFFER="3")) == ["plain", "toy"]
-    assert names(decide(unbounded, LIB_BUFFER="2")) == ["plain"]
+    decision = decide(unbounded, LIB_BUFFER="2")
+    assert names(decision) == ["plain"]
+    (reason,) = decision.reasons_of("toy:toy.standard")
+    assert str(reason) == f"{needs} 3, found LIB_BUFFER=2; set it before, or declare Workload(max_tokens=...)"
+
+
+def test_a_size_that_no_token_changes_asks_for_none() -> None:
+    fixed = attrs.evolve(ROWS, bytes_needed=((8 * MIB, ()),))
+    toy = attrs.evolve(TOY, dispatchers=[dispatcher(buffer_sizes=(fixed,))])
+    decision = resolve([toy], LAYER, Environment(device_type="cpu", packages={"torch": "2.13"}))
+    (reason,) = decision.reasons_of("toy:toy.standard")
+    assert reason.hint == "set it before"
 
 
 def test_a_decision_shows_what_was_set() -> None:

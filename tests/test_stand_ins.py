@@ -26,6 +26,7 @@ from fakes import (
 from moe_core.errors import PluginError, ResolutionError
 from moe_core.manager import BackendManager
 from moe_core.planner import make_plan
+from moe_core.quant import BF16, FP16, W4A8_INT8, W8A8_INT8
 from moe_core.request import Workload
 from moe_core.specs import Limit, PluginSpec, Requirement
 
@@ -166,3 +167,45 @@ def test_a_declaration_that_stands_in_for_nothing_is_refused(runners: list[Any],
     with pytest.raises(PluginError, match=fault):
         manager.register("acme", fake_plugin("acme", runners=[TILED], hooks={"declare_backends": declare}))
     expect(manager.names() == (), manager.names())
+
+
+_FOR_CPU = {"devices": ("cpu",), "tier": "tuned"}
+MADE = plugin(
+    "acme",
+    runners=[
+        runner("acme", "w8", schemes=(W8A8_INT8,), limits=WHOLE[:1], **_FOR_CPU),
+        runner("acme", "w4", schemes=(W4A8_INT8,), bias=True, **_FOR_CPU),
+        # Is for any device, too, and so was as slow.
+        runner("acme", "slow", schemes=(FP16,), devices=("cpu",), tier="reference"),
+    ],
+)
+ANYWHERE = plugin("toy", dispatchers=[dispatcher()], runners=[runner(schemes=(BF16, W8A8_INT8), bias=True)])
+SLOW = "toy:toy.standard is for any device and may be slow: what is for cpu needs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, (f"{SLOW} w8a8_int8 or w4a8_int8, found bf16",)),
+        ({"quant": W8A8_INT8}, ()),
+        # Of what reads the weights is said what it lacks.
+        ({"quant": W8A8_INT8, "hidden_size": 33}, (f"{SLOW} hidden_size multiple_of 32, found hidden_size 33",)),
+        ({"quant": W8A8_INT8, "bias": True}, (f"{SLOW} a layer without expert biases, found expert biases",)),
+        # Whoever asked for it knows.
+        ({"runner_backend": "toy"}, ()),
+        ({"exclude": ("acme",)}, ()),
+    ],
+)
+def test_what_is_for_any_device_says_that_nothing_made_for_this_one_takes_the_layer(
+    fields: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    layer = request(**fields)
+    decision = decide(layer, CPU, MADE, ANYWHERE)
+    assert plan(layer, CPU, MADE, ANYWHERE).notes == decision.workloads[0].notes == said
+
+
+def test_a_machine_for_which_nothing_is_made_has_no_such_note() -> None:
+    elsewhere = attrs.evolve(MADE, runners=[attrs.evolve(each, devices=("npu",)) for each in MADE.runners])
+    absent = attrs.evolve(MADE, requirements=(Requirement(module="acme", minimum="2", install="pip install acme"),))
+    for spec in (elsewhere, absent):
+        assert plan(request(), CPU, spec, ANYWHERE).notes == ()

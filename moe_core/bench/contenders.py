@@ -12,7 +12,9 @@ from moe_core.bench import OURS
 from moe_core.bench.peers import Peer
 from moe_core.errors import SpecError
 from moe_core.layer import MoELayer
+from moe_core.manager import default_manager
 from moe_core.payloads import RawWeights, Tensor
+from moe_core.planner import keeps_weights, without_copies
 from moe_core.request import LayerRequest, Workload
 from moe_core.tuning.layers import Batches, LayerCall
 
@@ -42,9 +44,11 @@ class Combination:
 
     Attributes:
         pins: `runner` or `dispatcher + runner`, any names that pins take; None for what the resolver chooses.
+        of_model: Whether layers are those of a model, which may keep its weights: chosen is then what would serve it.
     """
 
     pins: str | None = None
+    of_model: bool = False
 
     @property
     def name(self) -> str:
@@ -70,7 +74,10 @@ class Combination:
 
     def bind(self, request: LayerRequest, weights: Mapping[str, Tensor], batches: Batches, device: str) -> Bound:
         """Resolve, prepare and bind; raises what `MoELayer` raises."""
-        layer = MoELayer(self.request(request, batches.num_tokens), device=device)
+        manager, asked = default_manager(), self.request(request, batches.num_tokens)
+        machine = manager.probe(device)
+        times = without_copies(manager, asked, machine) if keeps_weights(asked, of_model=self.of_model) else None
+        layer = MoELayer(asked, environment=machine, measurements=times)
         layer.load_weights(RawWeights(tensors=dict(weights), handed_over=True))
         # Measured times may give several ranges of token counts a route each.
         candidate = layer.plan.routes[layer.plan.route_index(batches.num_tokens)].candidate

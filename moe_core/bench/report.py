@@ -121,6 +121,11 @@ class Row:
         return self.implementation == OURS or self.implementation.startswith(f"{OURS} ")
 
     @property
+    def place(self) -> tuple[str, str, int]:
+        """What it shares with the rows of others that it is compared with."""
+        return self.layer, self.scheme, self.num_tokens
+
+    @property
     def series(self) -> tuple[str, str, str]:
         """What it shares with the rows of the same at other numbers of tokens."""
         return self.layer, self.scheme, self.implementation
@@ -191,14 +196,17 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain data, with which rows are the fastest for all that samples tell; `read` takes it back."""
         machine = attrs.asdict(self.machine)
-        rows = [{**row.to_json(), "fastest": row.implementation in self.fastest_beside(row)} for row in self.rows]
+        fastest = self.fastest()
+        rows = [{**row.to_json(), "fastest": row.implementation in fastest[row.place]} for row in self.rows]
         return {"schema": SCHEMA, "machine": machine, "rows": rows}
 
-    def fastest_beside(self, row: Row) -> tuple[str, ...]:
-        """Of a row's layer and number of tokens the fastest, then those that samples do not tell from it."""
-        alike = (row.layer, row.scheme, row.num_tokens)
-        beside = (other for other in self.rows if (other.layer, other.scheme, other.num_tokens) == alike)
-        return fastest_of({other.implementation: other.timing for other in beside if other.timing is not None})
+    def fastest(self) -> dict[tuple[str, str, int], tuple[str, ...]]:
+        """`Row.place` -> the fastest there, then those that samples do not tell from it."""
+        beside: dict[tuple[str, str, int], dict[str, Timing]] = {row.place: {} for row in self.rows}
+        for row in self.rows:
+            if row.timing is not None:
+                beside[row.place][row.implementation] = row.timing
+        return {place: fastest_of(timings) for place, timings in beside.items()}
 
     def failures(self) -> dict[str, list[int]]:
         """What of moe-core's own went wrong, or has no figure at all -> at which numbers of tokens."""

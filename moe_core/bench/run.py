@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -12,13 +12,13 @@ from moe_core.bench.memory import activation_bytes, free_bytes, held_bytes
 from moe_core.bench.peers import Peer
 from moe_core.bench.report import NOT_RUN, Machine, Report, Row
 from moe_core.environment import Environment
-from moe_core.errors import MoeCoreError, UnknownNameError, in_a_line, is_interrupt
+from moe_core.errors import MoeCoreError, UnknownNameError, counted, in_a_line, is_interrupt
 from moe_core.payloads import Tensor
 from moe_core.request import LayerRequest
 from moe_core.tuning.ceilings import Ceilings, measure_ceilings, operands_of
 from moe_core.tuning.layers import Batches, bytes_per_expert, layer_floor, random_weights, release_memory
 from moe_core.tuning.reference import Reference
-from moe_core.tuning.timing import CaptureError, Prepared, issue_microseconds, nobody, prepare, take_turns
+from moe_core.tuning.timing import CaptureError, Prepared, Timing, issue_microseconds, nobody, prepare, take_turns
 
 #: Share of the free memory that a peer's copies may take; the rest is for rows and for torch's allocator.
 _USABLE = 0.8
@@ -35,7 +35,7 @@ class Sweep:
         peers: Those of others.
         environment: This machine, probed for the device that is to be used.
         repeats: Samples of each figure.
-        seconds: Time after which no more samples are taken, at least three each.
+        seconds: Time after which no more samples are taken, at least `timing.FEWEST_SAMPLES` each.
         clock: For what is not captured.
         with_issue_time: Whether to time the host at one token.
         with_memory: Whether to see what a forward holds.
@@ -59,6 +59,11 @@ class Sweep:
         """Type of the device."""
         return self.environment.device_type
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows there will be, those of what does not run included."""
+        return len(self.layers) * len(set(self.tokens)) * (len(self.combinations) + len(self.peers))
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class _Case:
@@ -78,12 +83,35 @@ class _Entry:
     ready: Prepared | None = None
 
 
-def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
+@attrs.define
+class _Collected:
+    """The rows so far, which are shown as they come."""
+
+    sweep: Sweep
+    machine: Machine
+    shown: Callable[[Report, Sequence[Row]], None]
+    rows: list[Row] = attrs.field(factory=list)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Rows that stay as they are."""
+        self.rows += rows
+        self.shown(self.report(), rows)
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Rows whose samples are not all taken."""
+        self.shown(self.report(rows), ())
+
+    def report(self, unfinished: Sequence[Row] = ()) -> Report:
+        return Report(self.machine, tuple(sorted((*self.rows, *unfinished), key=_order(self.sweep))))
+
+
+def run(sweep: Sweep, shown: Callable[[Report, Sequence[Row]], None]) -> Report:
     """Measure everything.
 
     Args:
         sweep: What to compare.
-        shown: Called with the report so far after each number of tokens of each layer.
+        shown: Called with the report so far, and with the rows in it that were finished since the last call. After each
+            round of samples there are none: those that are being timed are in the report with a note that says so.
 
     Raises:
         UnknownNameError: A combination names nothing; other errors become rows.
@@ -95,16 +123,15 @@ def run(sweep: Sweep, shown: Callable[[Report], None]) -> Report:
     machine = Machine.here(
         sweep.environment, ceilings, sweep.clock, tuple(dict.fromkeys(peer.module for peer in sweep.peers))
     )
-    report = Report(machine, ())
+    collected = _Collected(sweep, machine, shown)
     for layers in _together(sweep):
         cases = [_drawn(name, request, sweep) for name, request in layers]
         # From the largest on: what tunes itself at its first call does so there, as in a prefill.
         for num_tokens in sorted(set(sweep.tokens), reverse=True):
-            report = attrs.evolve(report, rows=(*report.rows, *_compare(sweep, cases, num_tokens, ceilings)))
-            shown(report)
+            _compare(sweep, cases, num_tokens, ceilings, collected)
         del cases
         release_memory(sweep.device)
-    return attrs.evolve(report, rows=tuple(sorted(report.rows, key=_order(sweep))))
+    return collected.report()
 
 
 def _order(sweep: Sweep) -> Callable[[Row], tuple[int, int]]:
@@ -130,15 +157,14 @@ def _drawn(name: str, request: LayerRequest, sweep: Sweep) -> _Case:
     return _Case(name=name, request=request, weights=weights)
 
 
-def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ceilings) -> list[Row]:
+def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ceilings, collected: _Collected) -> None:
     """All rows of one number of tokens."""
-    rows: list[Row] = []
     turn: list[_Entry] = []
     for case in cases:
         try:
             batches, reference, floor = _inputs(sweep, case, num_tokens, ceilings)
         except (MoeCoreError, RuntimeError, OverflowError) as error:
-            rows += _not_run(sweep, case, num_tokens, in_a_line(error))
+            collected.add(_not_run(sweep, case, num_tokens, in_a_line(error)))
             continue
         ran: dict[str, str] = {}
         for contender in _contenders(sweep):
@@ -153,10 +179,10 @@ def _compare(sweep: Sweep, cases: Sequence[_Case], num_tokens: int, ceilings: Ce
             turn.append(_entry(sweep, case, contender, batches, reference, blank, ran))
             if sweep.device != "cpu":
                 # Graphs keep their memory: one at a time.
-                rows += _timed(sweep, turn)
+                collected.add(_timed(sweep, turn, collected))
                 turn = []
                 release_memory(sweep.device)
-    return [*rows, *_timed(sweep, turn)]
+    collected.add(_timed(sweep, turn, collected))
 
 
 def _inputs(sweep: Sweep, case: _Case, num_tokens: int, ceilings: Ceilings) -> tuple[Batches, Reference, float]:
@@ -232,12 +258,14 @@ def _where(case: _Case, num_tokens: int) -> str:
 
 
 def _telling(sweep: Sweep, ready: Prepared, where: str) -> Prepared:
-    """The same, which tells of each sample before it is taken, outside of its clock."""
-    numbers = itertools.count(1)
+    """The same, which tells of each sample before it is taken, outside of its clock, and of those before."""
+    taken: list[float] = []
 
     def sample() -> float:
-        sweep.told(f"{where}, sample {next(numbers)} of {sweep.repeats}")
-        return ready.sample()
+        so_far = f", {statistics.median(taken):.4g} us so far" if taken else ""
+        sweep.told(f"{where}, sample {len(taken) + 1} of {sweep.repeats}{so_far}")
+        taken.append(ready.sample())
+        return taken[-1]
 
     return attrs.evolve(ready, sample=sample)
 
@@ -284,15 +312,29 @@ def _prepared(sweep: Sweep, bound: Bound, reference: Reference, row: Row) -> _En
     return _Entry(row=row, ready=prepare(calls, sweep.device, capture=False, clock=sweep.clock))
 
 
-def _timed(sweep: Sweep, entries: Sequence[_Entry]) -> list[Row]:
+def _timed(sweep: Sweep, entries: Sequence[_Entry], collected: _Collected) -> list[Row]:
     """The rows of several that take turns, in their order; one that fails in a turn has none any more."""
     ready = {str(place): entry.ready for place, entry in enumerate(entries) if entry.ready is not None}
     problems: dict[str, str] = {}
-    timings = take_turns(
-        ready, sweep.repeats, sweep.seconds, lambda place, error: problems.update({place: _problem(error)})
-    )
-    rows = {str(place): entry.row for place, entry in enumerate(entries)}
-    return [
-        attrs.evolve(row, timing=timings.get(place), problem=problems.get(place, row.problem))
-        for place, row in rows.items()
-    ]
+
+    def rows(timings: Mapping[str, Timing]) -> list[Row]:
+        return [
+            attrs.evolve(entry.row, timing=timings.get(place), problem=problems.get(place, entry.row.problem))
+            for place, entry in ((str(index), entry) for index, entry in enumerate(entries))
+        ]
+
+    def so_far(timings: Mapping[str, Timing]) -> None:
+        collected.update([_unfinished(row, sweep.repeats) for row in rows(timings)])
+
+    def failed(place: str, error: BaseException) -> None:
+        problems[place] = _problem(error)
+
+    return rows(take_turns(ready, sweep.repeats, sweep.seconds, failed, so_far))
+
+
+def _unfinished(row: Row, repeats: int) -> Row:
+    """The row of an implementation that is being timed, with a note of how far that is."""
+    if row.timing is None:
+        return row
+    taken = f"{len(row.timing.samples)} of {counted(repeats, 'sample')}"
+    return attrs.evolve(row, note="; ".join(filter(None, (taken, row.note))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,17 @@ _WORDS = {"not run: ": "not run", "wrong result: ": "wrong"}
 def report_view(report: Report) -> RenderableType:
     """The tables, and the caption that they share."""
     parts: list[RenderableType] = []
+    fastest = report.fastest()
     for (layer, scheme), rows in groupby(report.rows, key=lambda row: (row.layer, row.scheme)):
-        parts += [Text(f"\n{layer}, {scheme}", style="bold"), *_table(report, list(rows))]
+        parts += [Text(f"\n{layer}, {scheme}", style="bold"), *_table(fastest, list(rows))]
     caption = {"measured on": report.machine.caption, "how": _HOW, **_legend(report)}
     return Group(*parts, Text(), fields(caption))
+
+
+def row_line(row: Row) -> str:
+    """One figure in a line, as it comes."""
+    what = row.problem if row.timing is None else f"{_micro(row.timing.microseconds)} us"
+    return f"{row.layer}, {row.scheme}, T = {row.num_tokens}: {row.implementation} {what}"
 
 
 def _legend(report: Report) -> dict[str, str]:
@@ -63,19 +70,18 @@ def _extras(rows: Sequence[Row]) -> list[str]:
     return [*[host] * with_issue, *memory * with_memory]
 
 
-def _table(report: Report, rows: Sequence[Row]) -> Iterable[RenderableType]:
+def _table(fastest: Mapping[tuple[str, str, int], Sequence[str]], rows: Sequence[Row]) -> Iterable[RenderableType]:
     extras = _extras(rows)
     result = WordTable("T", "IMPLEMENTATION", "us", "SPREAD", "FASTEST", "/FLOOR", "/OURS", "ERROR", "BY", *extras)
     timed = {row.implementation for row in rows if row.timing is not None}
     for num_tokens, of_count in groupby(rows, key=lambda row: row.num_tokens):
         alike = list(of_count)
         ours = next((row.timing.microseconds for row in alike if row.timing and row.implementation == OURS), None)
-        fastest = report.fastest_beside(alike[0])
         result.add_row(str(num_tokens), "floor", _micro(alike[0].floor), *[""] * (6 + len(extras)))
         for row in alike:
             # What nobody tried, at any number of tokens, is in the notes alone.
             if row.implementation in timed or row.went_wrong:
-                result.add_row("", row.implementation, *_figures(row, ours, fastest), *_more(row, extras))
+                result.add_row("", row.implementation, *_figures(row, ours, fastest[row.place]), *_more(row, extras))
     yield result
     yield fields({"ran": "\n".join(_ran(rows)), "notes": "\n".join(_notes(rows))})
 

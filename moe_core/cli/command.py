@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Command(TyperCommand):
 
 def _values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """What stands behind an option, each time that it was typed: `--tokens 1`, `--tokens=1`, `-j 1`."""
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
         if name in names and (equals or following is not None):
-            yield value if equals else str(following)
+            yield value if equals else following

@@ -86,11 +86,6 @@ def assumed(shape: str, request: LayerRequest, schemes: Sequence[str]) -> str:
     return f"weights {request.quant.label}; {shape} is published with others: --quant-scheme {scheme}"
 
 
-def keeps_weights(request: LayerRequest, of_model: bool) -> bool:
-    """Whether the model that a layer is of keeps its weights: `run` serves floats where transformers has them."""
-    return of_model and not request.quant.is_quantized
-
-
 def tell_assumed(groups: Iterable[tuple[str, LayerGroup]], schemes: Sequence[str]) -> None:
     """Say on stderr what `assumed` has to say of each group; for commands that measure, which may take long."""
     for shape, group in groups:

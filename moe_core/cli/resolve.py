@@ -27,7 +27,7 @@ from moe_core.cli.option_words import speller
 from moe_core.cli.options import A2aBackend, AsJson, MachineName, RunnerBackend, check_machine, known_word
 from moe_core.cli.output import print_error, print_json, stdout
 from moe_core.cli.plan_view import group_title, machine_view, plan_view
-from moe_core.cli.requests import assumed, keeps_weights, requested_groups, workloads
+from moe_core.cli.requests import assumed, requested_groups, workloads
 from moe_core.decision import Decision
 from moe_core.environment import Environment, load_environment
 from moe_core.errors import ResolutionError
@@ -36,7 +36,7 @@ from moe_core.measurement_sources import explicit_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
-from moe_core.planner import make_plan, without_copies
+from moe_core.planner import keeps_weights, make_plan, without_copies
 from moe_core.vocabulary import PHASES, TOKEN_DTYPES, TOKEN_PLACEMENTS
 
 SCHEMA = 1
@@ -104,11 +104,11 @@ def resolve(
     ] = None,
     prefer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Rank this first; may be repeated."),
+        typer.Option(metavar="NAME", help="Rank this plugin, dispatcher or runner first; may be repeated."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Never use this; may be repeated."),
+        typer.Option(metavar="NAME", help="Never use this plugin, dispatcher or runner; may be repeated."),
     ] = None,
     allow_fallback: Annotated[
         bool,
@@ -197,7 +197,7 @@ def _resolved(
     of_model: bool,
 ) -> Resolved:
     taken = assumed(name, group.request, schemes)
-    if keeps_weights(group.request, of_model):
+    if keeps_weights(group.request, of_model=of_model):
         measurements = without_copies(manager, group.request, machine, measurements)
     try:
         plan, decision = make_plan(manager, group.request, machine, measurements)

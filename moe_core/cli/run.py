@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 #: Models up to this many parameters are compared with eager unless told otherwise.
 SMALL_MODEL = 2_000_000_000
+_EMPTY = "the prompt is empty; give at least one token to continue"
 
 
 def run(
@@ -86,7 +87,7 @@ def run(
         raise SpecError(f"--compare-eager: the experts of {model} are quantized, eager computes float ones")
     encoded = encode(model, prompt)
     if not encoded.ids:
-        raise SpecError("the prompt is empty; give at least one token to continue")
+        raise SpecError(_EMPTY)
     if sample is not None:
         sample.cut(encoded.codec)
     _tell_context(encoded, max_new_tokens)
@@ -103,7 +104,9 @@ def run(
 
 
 def _check_prompt(prompt: str) -> None:
-    """Raise `SpecError` for bytes that are no text; Python hands them on as halves of characters."""
+    """Raise `SpecError` for nothing, and for bytes that are no text; Python hands them on as halves of characters."""
+    if not prompt:
+        raise SpecError(_EMPTY)
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from moe_core.errors import is_interrupt
@@ -17,9 +17,22 @@ INTERRUPTED = 130
 _NAMES = ("SIGTERM", "SIGHUP")
 
 
+class SignalExit(SystemExit):
+    """A signal came.
+
+    Attributes:
+        number: Which.
+        name: Its name: `SIGTERM`.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number, self.name = number, signal.Signals(number).name
+
+
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then become `SystemExit` with the exit code of shells.
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then become `SignalExit` with the exit code of shells.
 
     Ctrl-C among several exceptions ends it as Ctrl-C alone. A signal that is ignored stays so, and one that has a
     handler keeps it. For the main thread.
@@ -44,10 +57,35 @@ def exit_on_signals() -> Iterator[None]:
     except BaseException as error:
         if not is_interrupt(error):
             raise
-        raise SystemExit(128 + came[0]) if came else KeyboardInterrupt from None
+        raise SignalExit(came[0]) if came else KeyboardInterrupt from None
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def telling_when_stopped(tell: Callable[[str], None]) -> Iterator[None]:
+    """`exit_on_signals` for what keeps something, which is said before the exit.
+
+    Args:
+        tell: Called with what ended the block: `interrupted`, `ended by SIGTERM`.
+
+    Raises:
+        SystemExit: With the exit code of shells.
+    """
+    try:
+        with exit_on_signals():
+            yield
+    except KeyboardInterrupt:
+        what, code = "interrupted", INTERRUPTED
+    except SignalExit as stop:
+        what, code = f"ended by {stop.name}", 128 + stop.number
+    else:
+        return
+    # After SIGHUP there may be no terminal any more.
+    with contextlib.suppress(OSError):
+        tell(what)
+    raise SystemExit(code)
 
 
 @contextlib.contextmanager

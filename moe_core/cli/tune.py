@@ -31,15 +31,15 @@ from moe_core.cli.options import Device, Verbose, check_names
 from moe_core.cli.output import print_error, stdout
 from moe_core.cli.plan_view import request_line
 from moe_core.cli.progress import stage
-from moe_core.cli.requests import keeps_weights, requested_groups, tell_assumed
-from moe_core.cli.stopping import INTERRUPTED, exit_on_signals
+from moe_core.cli.requests import requested_groups, tell_assumed
+from moe_core.cli.stopping import telling_when_stopped
 from moe_core.cli.tune_view import TuneView
 from moe_core.environment import Environment
 from moe_core.errors import MoeCoreError, SpecError, UnknownNameError, UnwrittenError, counted
 from moe_core.manager import BackendManager, default_manager
 from moe_core.measurement_sources import older_file, older_file_problem, user_file
 from moe_core.measurements import shape_key
-from moe_core.planner import decide, without_copies
+from moe_core.planner import decide, keeps_weights, without_copies
 from moe_core.request import LayerRequest
 
 if TYPE_CHECKING:
@@ -122,11 +122,8 @@ def tune(
     counts = sorted(set(tokens)) if tokens else _powers_of_two(machine.device_type)
     run = _Run(manager, machine, recorder, counts, repeats, seconds, of_model=model is not None)
     try:
-        with exit_on_signals():
+        with telling_when_stopped(lambda what: stdout().print(f"{what}; {_kept(run, recorder)}", soft_wrap=True)):
             run.measure(requests, math.inf if minutes is None else 60 * minutes)
-    except KeyboardInterrupt:
-        stdout().print(f"interrupted; {_kept(run, recorder)}", soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
     except UnwrittenError as error:
         raise UnwrittenError(f"{error}; times of the last token count are only in the table") from error
     stdout().print(_kept(run, recorder), soft_wrap=True)
@@ -177,7 +174,7 @@ class _Run:
         from moe_core.tuning.deadline import TimeUpError
         from moe_core.tuning.search import LayerSearch
 
-        keeps = keeps_weights(request, self.of_model)
+        keeps = keeps_weights(request, of_model=self.of_model)
         view.begin(request_line(request), keeps)
         search = LayerSearch(self.manager, request, self.machine, deadline=deadline, told=view.tell)
         shape = shape_key(search.request)

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moe_core.cli.backend_status import why_none
-from moe_core.cli.options import AsJson, Device, MachineName, Verbose, check_machine
+from moe_core.cli.options import AsJson, Device, MachineName, check_machine
 from moe_core.cli.output import print_error, print_json, stderr, stdout
 from moe_core.cli.progress import Lines, stage
 from moe_core.cli.stopping import exit_on_signals
@@ -58,7 +58,10 @@ def verify(
         Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML report for a CI system.")
     ] = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Add every result in full, and show the traceback of an error."),
+    ] = False,
 ) -> None:
     """Check that installed backends do what they declare.
 

@@ -12,6 +12,7 @@ import attrs
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from moe_core.cli.alike import in_one, without_numbers
 from moe_core.cli.output import fields
 from moe_core.cli.plan_view import machine_fields
 from moe_core.cli.word_table import WordTable
@@ -97,9 +98,12 @@ def _first_line(text: str) -> str:
 
 
 def _first_failures(results: Iterable[Result]) -> Iterator[RenderableType]:
-    """The first failure of each check in a line, of those that read alike the first, with what else there is."""
+    """The first failure of each check in a line, of those that read alike the first, with what else there is.
+
+    Alike is what differs in numbers alone: an error has another size in every layer.
+    """
     by_check = _grouped((result for result in results if result.status == "failed"), lambda result: result.check)
-    for alike in _grouped(by_check, lambda of_check: _first_line(of_check[0].text)):
+    for alike in _grouped(by_check, lambda of_check: without_numbers(_first_line(of_check[0].text))):
         first, *others = itertools.chain.from_iterable(alike)
         checks = [of_check[0].check for of_check in alike[1:]]
         also = f"likewise {', '.join(checks)}" if checks else ""
@@ -108,9 +112,9 @@ def _first_failures(results: Iterable[Result]) -> Iterator[RenderableType]:
 
 
 def _everything(results: Iterable[Result]) -> Iterator[RenderableType]:
-    """Every result; those of one check that say the same share its text, and the traceback of the first."""
-    for alike in _grouped(results, lambda result: (result.status, result.check, result.text)):
-        yield _detail(alike, alike[0].text, alike[0].traceback)
+    """Every result; of one check, what says the same but for numbers shares a text, and the traceback of the first."""
+    for alike in _grouped(results, lambda result: (result.status, result.check, without_numbers(result.text))):
+        yield _detail(alike, in_one([result.text for result in alike]), alike[0].traceback)
 
 
 def _detail(alike: Sequence[Result], *texts: str) -> RenderableType:

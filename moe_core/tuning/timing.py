@@ -197,6 +197,7 @@ def take_turns(
     repeats: int = 15,
     seconds: float | None = None,
     failed: Callable[[str, BaseException], None] | None = None,
+    so_far: Callable[[dict[str, Timing]], None] | None = None,
 ) -> dict[str, Timing]:
     """Samples of several, in turns: a change of the machine's load meets all of them.
 
@@ -206,9 +207,14 @@ def take_turns(
         seconds: Take no further samples after this time, but at least `FEWEST_SAMPLES` of each.
         failed: Told of the name and of anything but the user's interrupt that a sample raises: that one has no timing,
             the others go on. None ends with the error.
+        so_far: Told of the samples that there are after each round.
     """
     samples: dict[str, list[float]] = {name: [] for name in prepared}
     start = time.perf_counter()
+
+    def timings() -> dict[str, Timing]:
+        return {name: Timing(tuple(taken), prepared[name].method) for name, taken in samples.items()}
+
     for done in range(repeats):
         if seconds is not None and done >= FEWEST_SAMPLES and time.perf_counter() - start > seconds:
             break
@@ -220,7 +226,9 @@ def take_turns(
                     raise
                 del samples[name]
                 failed(name, error)
-    return {name: Timing(tuple(taken), prepared[name].method) for name, taken in samples.items()}
+        if so_far is not None:
+            so_far(timings())
+    return timings()
 
 
 def measure(

@@ -155,6 +155,10 @@ def test_tokens_that_a_rank_refuses() -> None:
     ("fault", "text"),
     [
         ("no memory", "rank 1: no memory for you"),
+        # Whatever is raised, where the others would wait.
+        ("no library", "rank 1: RuntimeError: no library for you"),
+        ("no room", "rank 1: RuntimeError: no room for you"),
+        ("no compiler", "rank 1: RuntimeError: no compiler for you"),
         ("no way", "rank 1: no way to you"),
         ("nothing arrives", "rank 0: what ranks [1] wrote did not arrive"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+import re
 from importlib.metadata import version
 
 import attrs
@@ -23,6 +23,7 @@ from moe_core.manager import default_manager
 from moe_core.probing import probe_environment
 from moe_core.quant import FP8_BLOCK128
 from moe_core.tuning import ceilings
+from moe_core.tuning.layers import Batches
 from moe_core.tuning.shapes import LayerShape
 
 SHAPE = LayerShape(4, 2, 64, 32)
@@ -52,7 +53,7 @@ def _sweep(**changes):
 
 
 def _rows(**changes):
-    return {row.implementation: row for row in run(_sweep(**changes), lambda report: None).rows}
+    return {row.implementation: row for row in run(_sweep(**changes), lambda *_: None).rows}
 
 
 def test_ours_and_peers_are_timed_and_compared():
@@ -72,13 +73,17 @@ def test_each_step_and_each_sample_is_told_before_it_begins():
     _rows(told=told.append, peers=(HAND_WRITTEN,))
     where = "small, bf16, T = 3: "
     both = (OURS, "torch grouped_mm")
-    assert told == [
+    # Those before are told, too.
+    far = [so_far for line in told if (so_far := line.partition(" of 2")[2])]
+    assert all(re.fullmatch(r", [0-9.e+]+ us so far", so_far) for so_far in far)
+    assert [re.sub(r", [^,]* us so far$", "", line) for line in told] == [
         "the rates of this machine",
         "weights of small, bf16",
         f"{where}inputs, and the layer in fp32",
         *(f"{where}{name}" for name in both),
         *(f"{where}{name}, sample {number} of 2" for number in (1, 2) for name in both),
     ]
+    assert len(far) == 2
 
 
 def test_one_combination_under_two_names_is_timed_once():
@@ -100,8 +105,11 @@ def test_each_row_says_what_ran_with_its_number_of_tokens(monkeypatch):
     few, many = (f"torch:none.{kind} + torch:torch.{kind}" for kind in ("standard", "masked"))
     times = {few: {1: 1.0, 16: 2.0, 256: 9.0}, many: {1: 5.0, 16: 6.0, 256: 7.0}}
     table = measured(SHAPE.request(), times)
-    monkeypatch.setattr(contenders, "MoELayer", partial(contenders.MoELayer, measurements=table))
-    rows = run(_sweep(tokens=(1, 8, 300)), lambda report: None).rows
+    original = contenders.MoELayer
+    monkeypatch.setattr(
+        contenders, "MoELayer", lambda *of_it, **named: original(*of_it, **{**named, "measurements": table})
+    )
+    rows = run(_sweep(tokens=(1, 8, 300)), lambda *_: None).rows
     assert [(row.num_tokens, row.runs) for row in rows] == [(1, few), (8, few), (300, many)]
 
 
@@ -153,7 +161,7 @@ def test_a_wrong_result_is_not_timed():
 def test_a_peer_that_would_not_fit_into_memory_is_not_tried(monkeypatch):
     monkeypatch.setattr(comparison, "free_bytes", lambda device: 10**9)
     hungry = attrs.evolve(HAND_WRITTEN, extra_bytes=lambda request, num_tokens: num_tokens * 3 * 10**8)
-    rows = run(_sweep(tokens=(2, 3), peers=(hungry,)), lambda report: None).rows
+    rows = run(_sweep(tokens=(2, 3), peers=(hungry,)), lambda *_: None).rows
     fits, does_not = (row for row in rows if row.implementation == hungry.name)
     assert fits.timing is not None
     assert does_not.problem == "not run: needs 1 GB for one forward, 1 GB are free"
@@ -186,11 +194,41 @@ def test_the_largest_number_of_tokens_runs_first_and_rows_are_sorted():
 
         return call
 
-    reports = []
-    report = run(_sweep(tokens=(1, 5, 2, 5), peers=(_peer("noted", noted),)), reports.append)
+    shown = []
+    report = run(_sweep(tokens=(1, 5, 2, 5), peers=(_peer("noted", noted),)), lambda *of_it: shown.append(of_it))
     assert list(dict.fromkeys(seen)) == [5, 2, 1]
     assert [row.num_tokens for row in report.rows if row.implementation == "noted"] == [1, 2, 5]
-    assert [len(partial.rows) for partial in reports] == [2, 4, 6]
+    # After each of two rounds, and when both rows are finished.
+    assert [(len(so_far.rows), len(finished)) for so_far, finished in shown] == [
+        (count, added) for count in (2, 4, 6) for added in (0, 0, 2)
+    ]
+    notes = [[row.note for row in so_far.rows if row.num_tokens == 5] for so_far, _ in shown[:3]]
+    assert notes == [["1 of 2 samples"] * 2, ["2 of 2 samples"] * 2, [""] * 2]
+    assert shown[-1][0] == report
+
+
+@pytest.mark.error_path
+def test_what_was_measured_before_an_interrupt_is_known():
+    def interrupts(request, weights):
+        layer, calls = HAND_WRITTEN.bind(request, weights), itertools.count()
+
+        def call(*tokens):
+            # One is compared, two warm up, and then a first round of samples is whole.
+            if next(calls) == 3 + len(Batches.random(request, 3, "cpu").calls(layer)):
+                raise KeyboardInterrupt
+            return layer(*tokens)
+
+        return call
+
+    shown = []
+    with pytest.raises(KeyboardInterrupt):
+        run(_sweep(peers=(_peer("interrupts", interrupts),), repeats=3), lambda *of_it: shown.append(of_it))
+    ((report, finished),) = shown
+    assert [(row.implementation, row.note, len(row.timing.samples)) for row in report.rows] == [
+        (OURS, "1 of 3 samples", 1),
+        ("interrupts", "1 of 3 samples", 1),
+    ]
+    assert finished == ()
 
 
 def test_schemes_of_one_layer_take_turns_on_a_cpu(monkeypatch):
@@ -205,14 +243,14 @@ def test_schemes_of_one_layer_take_turns_on_a_cpu(monkeypatch):
         ("b", SHAPE.request()),
         ("a", shape.request(quant=FP8_BLOCK128)),
     )
-    report = run(_sweep(layers=layers, tokens=(1,)), lambda report: None)
+    report = run(_sweep(layers=layers, tokens=(1,)), lambda *_: None)
     assert turns == [2, 1]
     assert [(row.layer, row.scheme) for row in report.rows] == [("a", "bf16"), ("b", "bf16"), ("a", "fp8_block128")]
     assert set(report.machine.ceilings.flops_per_us) == {"bf16", "fp8"}
 
 
 def test_host_time_and_memory_where_they_are_asked_for():
-    rows = run(_sweep(tokens=(1, 9), with_issue_time=True, with_memory=True), lambda report: None).rows
+    rows = run(_sweep(tokens=(1, 9), with_issue_time=True, with_memory=True), lambda *_: None).rows
     one, more = rows
     assert one.issue_microseconds > 0
     assert more.issue_microseconds is None
@@ -231,7 +269,7 @@ def test_on_a_gpu_what_can_be_captured_is_and_the_rest_says_why_not():
     sweep = _sweep(
         layers=(("small", shape.request()),), tokens=(1, 70), peers=peers, environment=environment, **options
     )
-    for row in run(sweep, lambda report: None).rows:
+    for row in run(sweep, lambda *_: None).rows:
         assert row.problem == ""
         assert (row.timing.method == "graph") == (not row.note.startswith("not captured: ")), row
         assert row.held_bytes >= row.num_tokens * 256 * 2
@@ -248,7 +286,7 @@ def test_held_bytes_are_those_of_one_moment():
 
 
 def test_a_report_is_the_same_after_writing_and_reading(tmp_path):
-    report = run(_sweep(peers=(_peer("broken", lambda *arguments: 1 / 0),)), lambda report: None)
+    report = run(_sweep(peers=(_peer("broken", lambda *arguments: 1 / 0),)), lambda *_: None)
     report.write(tmp_path / "report.json")
     assert Report.read(tmp_path / "report.json") == report
     assert report.machine.caption.startswith(report.machine.device)

@@ -89,6 +89,9 @@ def test_defaults_of_sizes_are_in_the_help(call):
         (["resolve", "--num-experts", "many"], "--num-experts"),
         (["resolve", "--quant-scheme", "fp8_blok128"], "did you mean 'fp8_block128'"),
         (["resolve", "--dtype", "bf61"], "did you mean 'bf16'"),
+        (["resolve", "--dtype", "float16"], "did you mean 'fp16'"),
+        (["eval", "--model", ".", "--text", ".", "--dtype", "bfloat16"], "did you mean 'bf16'"),
+        (["bench", "--read", "x", "--top-k", "2", "--memory"], "--top-k, --memory cannot be combined"),
         (["resolve", "--dispatch-dtype", "fp9"], "unknown dispatch dtype 'fp9'"),
         (["resolve", "--activation", "gelutanh"], "did you mean 'gelu_tanh'"),
         (["resolve", "--token-placement", "replicate"], "did you mean 'replicated'"),
@@ -306,6 +309,9 @@ def test_a_pipe_is_refused_and_not_waited_for(call, tmp_path, words):
         (("verify", "-j", "-1"), "'--jobs' / '-j': .*'-1'"),
         (("resolve", "--top-k"), "requires an argument"),
         (("run", "--model", "x"), "Missing option '--prompt'.\n"),
+        # Nothing was typed.
+        (("run",), "Missing option '--model'.\n"),
+        (("new-plugin",), "Missing argument 'NAME'.\n"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from importlib import metadata
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from tiny_models import write_tiny_qwen
 
+from moe_core.bench import contenders
 from moe_core.bench.contenders import Combination
+from moe_core.planner import without_copies
 from moe_core.tuning import ceilings
 from moe_core.tuning.layers import Batches
 from moe_core.tuning.timing import FEWEST_SAMPLES
@@ -48,8 +51,15 @@ def test_tables_of_every_scheme_with_caption(call):
     assert "torch grouped_mm: not run: takes float weights" in text
     # torch's own text may have a build behind it that its distribution does not name.
     assert re.search(rf"measured on .*torch {re.escape(metadata.version('torch'))}.*B/s", text)
-    assert "1/2 " not in out
-    assert "2/2 4 experts, top-2, H 128, I 128, fp8_block128, T = 2" in err
+    assert "/6 " not in out
+    # Each figure as it comes; what is the same, or is not run, has none.
+    layer = "4 experts, top-2, H 128, I 128"
+    lines = re.findall(r"^(\d)/6 (.*) [\d.]+ us$", err, flags=re.MULTILINE)
+    assert lines == [
+        ("1", f"{layer}, bf16, T = 2: moe-core"),
+        ("3", f"{layer}, bf16, T = 2: torch grouped_mm"),
+        ("4", f"{layer}, fp8_block128, T = 2: moe-core"),
+    ]
 
 
 def test_json_and_file_hold_the_same_and_can_be_shown_again(call, tmp_path):
@@ -80,7 +90,29 @@ def test_layers_of_a_model(call, tmp_path):
     write_tiny_qwen(tmp_path / "model", num_hidden_layers=2)
     code, out, _ = call("bench", "--model", str(tmp_path / "model"), *QUICK, "--peer", "none", "--json")
     assert code == 0
-    assert [(row["layer"], row["implementation"]) for row in json.loads(out)["rows"]] == [("layers 0-1", "moe-core")]
+    (row,) = json.loads(out)["rows"]
+    layer = "layers 0-1 (4 experts, top-2, H 32, I 16)"
+    assert (row["layer"], row["scheme"], row["implementation"]) == (layer, "fp32", "moe-core")
+
+
+def test_layers_of_a_model_run_as_in_one_that_keeps_its_weights(call, monkeypatch, tmp_path):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 128, "moe_intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    asked = []
+
+    def spied(manager, request, machine):
+        asked.append((request.quant.label, request.runner_backend))
+        return without_copies(manager, request, machine)
+
+    monkeypatch.setattr(contenders, "without_copies", spied)
+    words = ("bench", *QUICK, "--peer", "none", "--combination", "torch.masked")
+    assert call(*words, "--model", str(tmp_path))[0] == 0
+    assert asked == [("bf16", None), ("bf16", "torch.masked")]
+    # Quantized ones, and a layer that nobody has, hold their weights as their runner likes it.
+    assert call(*words, "--model", str(tmp_path), "--quant-scheme", "w8a8_int8")[0] == 0
+    assert call(*words, *SIZES)[0] == 0
+    assert len(asked) == 2
 
 
 def test_sizes_of_a_named_shape(call, monkeypatch):
@@ -111,7 +143,8 @@ def test_sizes_of_a_named_shape(call, monkeypatch):
     ],
 )
 def test_usage_errors(call, words, code, message):
-    found, _, err = call("bench", *([] if "--shape" in words else SIZES), *QUICK, *words)
+    sizes = () if {"--shape", "--read"} & {*words} else SIZES
+    found, _, err = call("bench", *sizes, *(() if "--read" in words else QUICK), *words)
     assert (found, message in err) == (code, True), err
 
 
@@ -178,6 +211,29 @@ def test_no_memory_for_inputs_is_a_row_and_no_figure_at_all_a_failure(call, monk
     code, out, _ = call("bench", *SIZES, *QUICK, "--peer", "none", "--quant-scheme", "w8a8_int8")
     assert code == 1
     assert "moe-core: not run: no weights: " in " ".join(out.split())
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_what_was_measured_before_a_signal_is_shown_and_written(call, monkeypatch, tmp_path, name, code):
+    def bind(self, request, weights, batches, device):
+        if batches.num_tokens == 2:
+            os.kill(os.getpid(), getattr(signal, name))
+        return BIND(self, request, weights, batches, device)
+
+    monkeypatch.setattr(Combination, "bind", bind)
+    file = tmp_path / "figures.json"
+    words = ("bench", *SIZES, *QUICK, "--peer", "none", "--output", str(file))
+    told = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM"}[name]
+    found, out, err = call(*words)
+    assert (found, out, err.splitlines()[-1]) == (code, "", f"{told}; nothing was measured")
+    found, out, err = call(*words, "--tokens", "3", "--tokens", "4")
+    assert found == code
+    assert re.search(r"^4 +floor.*\n +moe-core +\d", out, flags=re.MULTILINE)
+    assert err.splitlines()[-1] == f"{told}; what was measured until then: 2 figures, in {file}"
+    assert [row["num_tokens"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == [3, 4]
+    found, out, _ = call(*words, "--tokens", "3", "--json")
+    assert (found, len(json.loads(out)["rows"])) == (code, 1)
 
 
 def test_clocks_are_those_that_there_are():

@@ -9,10 +9,11 @@ import attrs
 import pytest
 from rich.console import Console
 
+from moe_core.bench import report
 from moe_core.bench.report import Machine, Report, Row
 from moe_core.cli.bench_view import report_view
 from moe_core.tuning.ceilings import Ceilings
-from moe_core.tuning.timing import Timing
+from moe_core.tuning.timing import Timing, fastest_of
 
 MACHINE = Machine(
     device="card",
@@ -150,3 +151,14 @@ def test_names_and_numbers_stay_whole_however_narrow_the_terminal_is(width):
     words = text.split()
     assert max(map(len, text.splitlines())) <= width
     assert {*name.split(), "8192", "434", "434.4", "43.44", "1000.00"} <= set(words)
+
+
+def test_each_number_of_tokens_is_looked_at_once_for_the_fastest(monkeypatch):
+    rows = [attrs.evolve(row, num_tokens=count) for count in range(1, 5) for row in SAMPLED[:5]]
+    looked: list[int] = []
+    monkeypatch.setattr(report, "fastest_of", lambda timings: looked.append(len(timings)) or fastest_of(timings))
+    told = [row["fastest"] for row in Report(MACHINE, rows).to_json()["rows"]]
+    assert told == [True, True, True, True, False] * 4
+    report_view(Report(MACHINE, rows))
+    # Of five rows one has no time; once for JSON and once for the table.
+    assert looked == [4] * 4 * 2

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pwd
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,24 @@ def test_an_interrupt_keeps_what_was_measured(
     assert "interrupted; 6 times measured" in out
     assert "us per forward" in out
     assert MeasurementFile.read(cache).num_times == 6
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_says_what_was_kept(call: Call, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    original, number = LayerSearch.steps, getattr(signal, name)
+
+    def ended(self: LayerSearch, *arguments: Any) -> Iterator[Any]:
+        yield next(original(self, *arguments))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(LayerSearch, "steps", ended)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        code, out, _ = _tune(call, "--tokens", "1", "--tokens", "2")
+    finally:
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert out.splitlines()[-1] == f"ended by {name}; 6 times measured; 6 in {cache}"
 
 
 def test_a_wrong_result_is_told_and_nothing_of_it_is_kept(

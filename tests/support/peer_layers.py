@@ -156,12 +156,31 @@ def _break(fault: str) -> None:
     def refuse(text: str) -> Any:
         raise OSError(text)
 
-    if fault == "no memory":
+    def fail(text: str) -> Any:
+        raise RuntimeError(text)
+
+    if fault == "no compiler":
+        buffer.kernels = attrs.make_class("NoKernels", {"try_out": attrs.field(factory=_NotCompiled)})()
+    elif fault == "no room":
+        buffer.PeerBuffer = lambda **fields: fail("no room for you")
+    elif fault == "no library":
+        buffer.shared_memory = lambda num_bytes, device: fail("no library for you")
+    elif fault == "no memory":
         buffer.shared_memory = lambda num_bytes, device: refuse("no memory for you")
     elif fault == "no way":
         memory._File.open = lambda self, handle: refuse("no way to you")
     else:
         buffer.kernels = attrs.make_class("NoKernels", {"try_out": attrs.field(factory=_Nothing)})()
+
+
+class _NotCompiled:
+    """A kernel that the compiler refuses."""
+
+    def __getitem__(self, grid: object) -> Any:
+        def compile_it(*arguments: object, **constants: object) -> None:
+            raise RuntimeError("no compiler for you\nand much more")
+
+        return compile_it
 
 
 class _Nothing:

@@ -137,6 +137,32 @@ def test_equal_failures_of_a_check_share_a_text_where_all_are_shown() -> None:
     assert text.endswith("passed inputs a + b, fp32")
 
 
+_WRONG = "five tokens: relative error {}, at most {} is due to rounding{}"
+
+
+def test_equal_deviations_are_told_once_with_their_range() -> None:
+    halves = "; it is what comes out if halves are swapped"
+    found = [
+        _failed("answer", "a + b, int8", _WRONG.format("0.52", "0.0051", halves)),
+        _failed("answer", "a + b, fp8", _WRONG.format("0.31", "0.0051", halves)),
+        _failed("answer", "a + b, bf16", _WRONG.format("1.2e+03", "0.02", "")),
+        _failed("reload", "a + b, fp8", _WRONG.format("0.33", "0.0051", halves)),
+        _failed("routing", "a + b, int8", "relative error 0.3 in tokens 0, 2 and 5 more"),
+        _failed("routing", "a + b, fp8", "relative error 0.3 in tokens 1"),
+    ]
+    everything = _printed(*found, verbose=True)
+    swapped = f"{_WRONG.format('0.31 to 0.52', '0.0051', halves)}\ntrace of a + b, int8"
+    assert f"failed answer a + b, int8\na + b, fp8\n{swapped}\nfailed answer a + b, bf16\n" in everything
+    assert "a + b, fp8\nrelative error 0.3 in tokens 0, 2 and 5 more (or others)\n" in everything
+    brief = _printed(*found)
+    assert f"{_WRONG.format('0.52', '0.0051', halves)} (and 3 more: -v)\nlikewise reload\n" in brief
+    # What is no number tells texts apart, digits in names as well.
+    for word in ("int8", "int4"):
+        assert f"no kernel for {word}\n" in _printed(
+            *(_failed("answer", f"a + b, {name}", f"no kernel for {name}") for name in ("int8", "int4")), verbose=True
+        )
+
+
 def test_a_row_says_why_some_of_its_cases_were_not_run() -> None:
     def result(status: str, text: str) -> Result:
         return Result(check="answer", subject="a + b, bf16", status=status, text=text)

@@ -39,7 +39,8 @@ def pack_int4(values: Tensor) -> Tensor:
     width = values.shape[-1]
     if width % INT4_PER_WORD:
         raise WeightsError(
-            f"int4 weights fill words of {INT4_PER_WORD}: {width} outputs do not; choose another tp_size"
+            f"int4 weights fill words of {INT4_PER_WORD}: {width} outputs do not; those of w13 follow from "
+            "intermediate_size and tp_size, those of w2 are hidden_size"
         )
     # The mask takes the sign off the low value, which would fill the high nibble.
     return (values[..., 0::2] & 15) | (values[..., 1::2] << 4)

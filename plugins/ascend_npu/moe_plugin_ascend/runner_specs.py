@@ -60,7 +60,7 @@ def _runner(kernel: str, schemes: tuple[LayerQuant, ...], reads: tuple[TokenDtyp
 def _plain(runner: RunnerSpec) -> RunnerSpec:
     """The same kernel on weights that are not in tiles."""
     # int4 comes in words of eight.
-    words = _multiples(8, "choose another tp_size") if runner.kernel in ("w4a8", "w4a4") else ()
+    words = _multiples(8, "runner torch takes any size") if runner.kernel in ("w4a8", "w4a4") else ()
     return attrs.evolve(
         runner,
         kernel=f"{runner.kernel}_nd",

@@ -52,7 +52,7 @@ def _domain(*bytes_needed: tuple[int, tuple[str, ...]]) -> BufferSize:
         default=200,
         unit=_MIB,
         bytes_needed=bytes_needed,
-        hint="it is in MiB: set it before the process group is made, or declare Workload(max_tokens=...)",
+        hint="it is in MiB: set it before the process group is made",
     )
 
 

@@ -25,7 +25,7 @@ UE8M0 = "deepgemm_ue8m0"
 
 
 def _multiples(size: int) -> tuple[Limit, ...]:
-    hint = "choose another tp_size, or runner triton"
+    hint = "runner triton takes other sizes"
     return tuple(Limit(field, "multiple_of", size, hint) for field in ("hidden_size", "intermediate_size"))
 
 

@@ -22,7 +22,7 @@ from moe_plugin_flashinfer.machine import (
 
 _BF16 = TokenDtype("bf16")
 _SWIGLU, _RELU2 = ActivationPattern(), ActivationPattern(kind="relu2", gated=False)
-_HINT = "choose another tp_size, or runner torch"
+_HINT = "runner torch takes any size"
 
 #: Weight layout of the kernels on blocks of rows: rows as they are stored, scales in tiles.
 MASKED = "cutedsl_masked"

@@ -9,7 +9,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from moe_core.errors import PluginError
+from moe_core.errors import PluginError, in_a_line
 from moe_core.kernels.on_device import on_device
 from moe_core.kernels.triton.peer import kernels
 from moe_core.kernels.triton.peer.layout import PeerLayout
@@ -128,18 +128,22 @@ def _mapped(process_group: dist.ProcessGroup, layout: PeerLayout, memory: Shared
     )
     _raise_for(process_group, fault)
     memory.keep_to_those()
-    return PeerBuffer(
-        layout=layout,
-        rank=rank,
-        own=torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storage).zero_(),
-        offsets=torch.tensor([address - own for address in addresses or ()], device=device),
-        state=torch.zeros(layout.state_words, dtype=torch.int32, device=device),
-        counts=torch.zeros(layout.size, dtype=torch.int32, device=device),
-        ids=torch.zeros(layout.places, layout.top_k, dtype=torch.int32, device=device),
-        weights=torch.zeros(layout.places, layout.top_k, device=device),
-        memory=memory,
-        process_group=process_group,
+    buffer, fault = _attempt(
+        lambda: PeerBuffer(
+            layout=layout,
+            rank=rank,
+            own=torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storage).zero_(),
+            offsets=torch.tensor([address - own for address in addresses or ()], device=device),
+            state=torch.zeros(layout.state_words, dtype=torch.int32, device=device),
+            counts=torch.zeros(layout.size, dtype=torch.int32, device=device),
+            ids=torch.zeros(layout.places, layout.top_k, dtype=torch.int32, device=device),
+            weights=torch.zeros(layout.places, layout.top_k, device=device),
+            memory=memory,
+            process_group=process_group,
+        )
     )
+    _raise_for(process_group, fault)
+    return cast(PeerBuffer, buffer)
 
 
 def _try_out(buffer: PeerBuffer) -> None:
@@ -150,7 +154,9 @@ def _try_out(buffer: PeerBuffer) -> None:
     every_rank(process_group, numbers.tolist())
     constants = {"RANK": buffer.rank, "SIZE": layout.size, "NUMBERS_AT": layout.numbers_at}
     with on_device(buffer.own.device):
-        kernels.try_out[(1,)](buffer.own, buffer.offsets, **constants)
+        # The first kernel that this rank compiles: what the compiler lacks is found here.
+        _, fault = _attempt(lambda: kernels.try_out[(1,)](buffer.own, buffer.offsets, **constants))
+    _raise_for(process_group, fault)
     every_rank(process_group, numbers.tolist())
     missing = [rank for rank, number in enumerate(numbers.tolist()) if number >> 32 != 1]
     _raise_for(process_group, f"what ranks {missing} wrote did not arrive" if missing else "")
@@ -168,11 +174,11 @@ def _release(process_group: dist.ProcessGroup, memory: SharedMemory | None) -> N
 
 
 def _attempt(action: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """What an action gives, or why the system refuses it."""
+    """What an action gives, or why it does not; an error would leave the other ranks in what they do together next."""
     try:
         return action(), ""
-    except OSError as error:
-        return None, str(error)
+    except Exception as error:
+        return None, str(error) if isinstance(error, OSError) else in_a_line(error)
 
 
 def _raise_for(process_group: dist.ProcessGroup, fault: str) -> None:
