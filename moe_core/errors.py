@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from moe_core.problem_list import folded
+
 if TYPE_CHECKING:
     from moe_core.decision import Decision
 
@@ -130,7 +132,15 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 class SpecError(MoeCoreError, ValueError):
-    """A value object (spec, scheme, request, environment) holds a value outside its vocabulary."""
+    """A value object (spec, scheme, request, environment) holds a value outside its vocabulary.
+
+    Attributes:
+        sizes: Names of the fields with sizes that are refused, or of several that contradict each other.
+    """
+
+    def __init__(self, message: str, sizes: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.sizes = tuple(sizes)
 
 
 #: The core names no backend that it does not bring, and so cannot tell which package would have to be installed.
@@ -208,7 +218,7 @@ class ResolutionError(MoeCoreError, ValueError):
         super().__init__(message)
 
 
-#: Most problems that a message lists: a model has tens of thousands of tensors.
+#: Most lines of problems that a message has: a model has tens of thousands of tensors.
 _MOST_LISTED = 50
 
 
@@ -223,10 +233,15 @@ class WeightsError(MoeCoreError, ValueError):
 
     @classmethod
     def listing(cls, title: str, problems: Iterable[str]) -> WeightsError:
-        """The error whose message is `title` and a line per problem, of very many the first ones and their number."""
+        """The error whose message is `title` and a line per problem, of very many the first ones and their number.
+
+        Problems that differ in the expert alone share a line.
+        """
         every = tuple(problems)
-        more = [f"and {len(every) - _MOST_LISTED} more"] if len(every) > _MOST_LISTED else []
-        error = cls("\n  ".join([title, *every[:_MOST_LISTED], *more]))
+        lines = folded(every)
+        left = sum(line.num_problems for line in lines[_MOST_LISTED:])
+        more = [f"and {left} more"] if left else []
+        error = cls("\n  ".join([title, *(line.text for line in lines[:_MOST_LISTED]), *more]))
         error.problems = every
         return error
 

@@ -22,6 +22,17 @@ _Spec: TypeAlias = DispatcherSpec | RunnerSpec
 _FEW_SCHEMES = 5
 #: Most tensor-parallel ranks that a reason thinks of, and how many of their numbers it lists.
 _MOST_SPLITS, _FEW_SPLITS = 64, 3
+#: Field of a scheme beside the type of its weights -> what it is about.
+_PARTS = {
+    "weight_block": "blocks",
+    "weight_scale": "scales",
+    "global_scale": "global scales",
+    "zero_point": "zero points",
+    "activation_dtype": "activations",
+    "activation_scaling": "activations",
+    "activation_group": "activations",
+    "activation_scale": "activations",
+}
 #: What the schemes with names are for a layer.
 _KNOWN = tuple(LayerQuant.of(scheme) for scheme in SCHEMES.values())
 
@@ -204,7 +215,19 @@ def _scheme_reason(runner: RunnerSpec, quant: LayerQuant) -> Reason | None:
     """Why none of a runner's patterns is this scheme, None if one is; the layers of a model share few schemes."""
     if any(quant.matches(pattern) for pattern in runner.schemes):
         return None
-    return Reason("scheme", nearest_schemes(runner.schemes, quant), str(quant))
+    return Reason("scheme", nearest_schemes(runner.schemes, quant), str(quant), _what_differs(runner.schemes, quant))
+
+
+def _what_differs(patterns: tuple[LayerQuant, ...], quant: LayerQuant) -> str:
+    """What of a scheme is not computed beside weights of its types, "" where these are not computed at all."""
+    differing = (quant.differing(pattern) for pattern in patterns)
+    like_it = [fields for fields in differing if "weight_dtype" not in fields]
+    if not like_it:
+        return ""
+    nearest = min(like_it, key=lambda fields: (len(fields), sorted(fields)))
+    words = dict.fromkeys(word for field, word in _PARTS.items() if field in nearest)
+    types = " and ".join(dict.fromkeys((quant.w13.weight_dtype, quant.w2.weight_dtype)))
+    return f"{types} weights are computed, but with other {' and '.join(words)}"
 
 
 def nearest_schemes(patterns: Sequence[LayerQuant], quant: LayerQuant) -> str:

@@ -28,7 +28,7 @@ class Reason:
         code: One of `REASON_CODES`.
         needs: What would have been needed.
         found: What was there instead.
-        hint: What to do, "" if nothing can be done.
+        hint: What to do, or what of it makes the difference; "" if there is nothing to say.
         field: The size that a limit is about, "" for every other reason.
     """
 

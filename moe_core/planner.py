@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -17,6 +17,7 @@ from moe_core.manager import BackendManager
 from moe_core.measurement_sources import default_measurements
 from moe_core.measurements import MeasurementTable
 from moe_core.plan import MoEPlan, Route
+from moe_core.quant import WHOLE
 from moe_core.ranking import is_users_order
 from moe_core.request import LayerRequest, Pins, Workload
 from moe_core.resolver import resolve
@@ -161,9 +162,25 @@ def _plan(
         ),
         weight_layout=str(decision.weight_layout),
         output_is_complete=request.tp_size == 1 and (request.ep_size == 1 or request.token_placement == "distributed"),
-        notes=tuple(dict.fromkeys([*deviations, *notes])),
+        notes=tuple(dict.fromkeys([*deviations, *notes, *_short_groups(request)])),
     )
     return plan, decision, tuple(deviations)
+
+
+def _short_groups(request: LayerRequest) -> Iterator[str]:
+    """Groups of input channels that end in a shorter one, which runners compute and only some tools write."""
+    for name, scheme, size in (
+        ("w13", request.quant.w13, "hidden_size"),
+        ("w2", request.quant.w2, "intermediate_size"),
+    ):
+        rows, group = scheme.weight_block if isinstance(scheme.weight_block, tuple) else (WHOLE, WHOLE)
+        channels = getattr(request, size)
+        # Tiles of several rows are cut off at the end of a matrix everywhere.
+        if rows == 1 and group != WHOLE and channels % group:
+            yield (
+                f"groups of {group} input channels do not divide {size} {channels}, so the last of {name} has "
+                f"{channels % group}; most tools write no such weights: is the size of groups right?"
+            )
 
 
 def _joined(routes: list[Route]) -> list[Route]:

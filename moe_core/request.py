@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from moe_core.activation import SWIGLU, ActivationSpec
-from moe_core.errors import SpecError
+from moe_core.errors import SpecError, counted
 from moe_core.placement import ExpertPlacement
 from moe_core.quant import WHOLE, LayerQuant, QuantScheme
 from moe_core.vocabulary import (
@@ -150,9 +150,9 @@ class LayerRequest:
     def __attrs_post_init__(self) -> None:
         """Sizes that contradict each other are refused here, before anything looks at them."""
         if self.top_k > self.num_experts:
-            raise SpecError(f"LayerRequest: top_k {self.top_k} exceeds num_experts {self.num_experts}")
+            raise self._contradiction("top_k", "num_experts")
         if self.tp_size > self.intermediate_size:
-            raise SpecError(f"LayerRequest: tp_size {self.tp_size} exceeds intermediate_size {self.intermediate_size}")
+            raise self._contradiction("tp_size", "intermediate_size")
         self.placement.check(self.num_experts)
         self._check_workloads()
         for scheme in (self.quant.w13, self.quant.w2):
@@ -163,12 +163,30 @@ class LayerRequest:
                     f"LayerRequest: dtype {self.dtype} with unquantized {scheme.weight_dtype} weights; "
                     "cast the weights or change dtype, nothing is cast silently"
                 )
+        self._check_pairs("w13", self.quant.w13, "hidden_size", self.hidden_size)
+        self._check_pairs("w2", self.quant.w2, "intermediate_size", self.local_intermediate_size)
         block = self.quant.w13.weight_block
         if self.activation.gated and isinstance(block, tuple) and block[0] == WHOLE != block[1]:
             raise SpecError(
                 f"LayerRequest.quant: blocks of all rows and {block[1]} columns would span gate and up, which have "
                 f"scales of their own; give w13 blocks of {self.intermediate_size} rows"
             )
+
+    def _check_pairs(self, name: str, scheme: QuantScheme, size: str, channels: int) -> None:
+        """4-bit values lie in pairs along a rank's input channels."""
+        if scheme.weight_bits == 4 and channels % 2:
+            of_rank = f" of one of {self.tp_size} ranks" if self.tp_size > 1 and name == "w2" else ""
+            advice = "; choose a tp_size whose shares are even" if of_rank else ""
+            raise SpecError(
+                f"LayerRequest: {scheme} packs two values to a byte, so {name} cannot have "
+                f"{counted(channels, 'input channel')}{of_rank} ({size} {getattr(self, size)}){advice}",
+                (size,),
+            )
+
+    def _contradiction(self, larger: str, smaller: str) -> SpecError:
+        """The error for a size that exceeds another."""
+        said = f"{larger} {getattr(self, larger)} exceeds {smaller} {getattr(self, smaller)}"
+        return SpecError(f"LayerRequest: {said}", (larger, smaller))
 
     def _check_workloads(self) -> None:
         """What names a route must tell workloads apart: the phase, and where only local tokens count their number."""

@@ -136,7 +136,8 @@ def at_least(minimum: int) -> Validator:
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise SpecError(f"{_place(instance, attribute)}: expected an int >= {minimum}, got {value!r}")
+            place = _place(instance, attribute)
+            raise SpecError(f"{place}: expected an int >= {minimum}, got {value!r}", (attribute.name,))
 
     return check
 
@@ -234,9 +235,11 @@ def as_sorted_tuple(value: Any) -> Any:
         return elements
 
 
-def arch_order(arch: str) -> list[str | int]:
+def arch_order(arch: str) -> list[tuple[int, str]]:
     """What generations are sorted by: letters, then numbers as numbers, so that `sm90` is before `sm100`."""
-    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", arch)]
+    # Every second part is a number. The longer of two is the larger one, and Python makes none of thousands of digits.
+    parts = enumerate(re.split("([0-9]+)", arch))
+    return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]
 
 
 def as_sorted_archs(value: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
+from moe_core import LayerRequest
 from moe_core.errors import (
     PluginError,
+    SpecError,
     UnknownBackendError,
     UnknownNameError,
     WeightsError,
@@ -35,6 +38,39 @@ def test_of_many_problems_the_first_are_listed_and_all_are_kept() -> None:
     assert (lines[0], lines[1], lines[-1]) == ("wrong:", "  tensor 0", "  and 39950 more")
     assert len(lines) == 52
     assert error.problems == tuple(problems)
+
+
+def test_problems_that_differ_in_the_expert_share_a_line() -> None:
+    experts, block, stacked = "model.layers.3.mlp.experts", "layers.0.block_sparse_moe", "layers.1.mlp.experts.w2_scale"
+    problems = [
+        *(f"{experts}.{e}.{p}.weight: missing" for e in (1, 0, 2, 5) for p in ("up_proj", "down_proj")),
+        *(f"{experts}.{e}.unknown.weight: nothing reads it" for e in (3, 4)),
+        *(f"{block}.{e}.w1.weight: has shape [1]" for e in (0, 1)),
+        *(f"{experts}.{e}.up_proj.g: expert {e} has {e % 2}; expected more" for e in range(4)),
+        *(f"{stacked}: expert {e} has scales that are not finite" for e in range(128)),
+        "visual.mlp.0.weight: missing",
+        "visual.mlp.2.weight: missing",
+        f"{experts}.7.gate_proj.weight: missing",
+    ]
+    error = WeightsError.listing("wrong:", problems)
+    assert error.problems == tuple(problems)
+    assert str(error).splitlines()[1:] == [
+        f"  experts 0-2, 5: {experts}.*.up_proj.weight: missing",
+        f"  experts 0-2, 5: {experts}.*.down_proj.weight: missing",
+        f"  experts 3-4: {experts}.*.unknown.weight: nothing reads it",
+        f"  experts 0-1: {block}.*.w1.weight: has shape [1]",
+        f"  experts 0, 2: {experts}.*.up_proj.g: each has 0; expected more",
+        f"  experts 1, 3: {experts}.*.up_proj.g: each has 1; expected more",
+        f"  experts 0-127: {stacked}: each has scales that are not finite",
+        "  visual.mlp.0.weight: missing",
+        "  visual.mlp.2.weight: missing",
+        f"  {experts}.7.gate_proj.weight: missing",
+    ]
+
+
+def test_what_a_message_leaves_out_is_counted_by_problems() -> None:
+    problems = [f"layers.{layer}.mlp.experts.{e}.w1.weight: missing" for layer in range(60) for e in range(8)]
+    assert str(WeightsError.listing("wrong:", problems)).splitlines()[-1] == "  and 80 more"
 
 
 def test_who_stops_in_mid_name_means_what_begins_so():
@@ -107,6 +143,25 @@ def test_what_torch_says_of_this_machine() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert out_of_memory(caught.value) == "out of memory: 4294967296.00 GiB were asked for"
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("wrong", "sizes"),
+    [
+        ({"top_k": 0}, ("top_k",)),
+        ({"top_k": 9}, ("top_k", "num_experts")),
+        ({"tp_size": 65}, ("tp_size", "intermediate_size")),
+        ({"dtype": "hidden_size"}, ()),
+    ],
+    ids=str,
+)
+def test_a_refused_request_says_which_sizes_it_is_about(wrong: dict[str, Any], sizes: tuple[str, ...]) -> None:
+    asked: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, **wrong}
+    with pytest.raises(SpecError) as caught:
+        LayerRequest(**asked)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (caught.value.sizes, copied.sizes, str(copied)) == (sizes, sizes, str(caught.value))
 
 
 @pytest.mark.error_path

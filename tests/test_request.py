@@ -13,7 +13,7 @@ from moe_core import activation, quant
 from moe_core.activation import GEGLU, RELU2, SWIGLU, SWIGLU_OAI, ActivationSpec
 from moe_core.errors import SpecError
 from moe_core.placement import ExpertPlacement
-from moe_core.quant import FP8_BLOCK128, NVFP4, SCHEMES, W4A4_INT4, W8A8_INT8, LayerQuant, QuantScheme
+from moe_core.quant import FP8_BLOCK128, MXFP4, NVFP4, SCHEMES, W4A4_INT4, W4A8_INT8, W8A8_INT8, LayerQuant, QuantScheme
 from moe_core.request import LayerRequest, Pins, Workload
 
 NAMES = {
@@ -31,7 +31,8 @@ REQUESTS = st.builds(
     LayerRequest,
     num_experts=st.integers(8, 512),
     top_k=st.integers(1, 8),
-    hidden_size=st.integers(1, 8192),
+    # 4-bit values lie in pairs.
+    hidden_size=st.integers(1, 4096).map(lambda n: 2 * n),
     intermediate_size=st.integers(1, 100).map(lambda n: 8 * n),
     activation=st.sampled_from([SWIGLU, SWIGLU_OAI, GEGLU, RELU2]),
     quant=st.sampled_from([FP8_BLOCK128, NVFP4, LayerQuant(W4A4_INT4, W8A8_INT8), SCHEMES["bf16"]]),
@@ -136,3 +137,27 @@ def test_the_pin_of_a_workload_wins() -> None:
 def test_unquantized_layers_take_the_scheme_of_their_dtype() -> None:
     assert request(dtype="fp16").quant.label == "fp16"
     assert request(activation=ActivationSpec(limit=7)).activation.limit == 7.0
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"hidden_size": 63}, r"so w13 cannot have 63 input channels \(hidden_size 63\)$"),
+        ({"intermediate_size": 15}, r"so w2 cannot have 15 input channels \(intermediate_size 15\)$"),
+        (
+            {"intermediate_size": 30, "tp_size": 2},
+            r"w2 cannot have 15 input channels of one of 2 ranks \(intermediate_size 30\); choose a tp_size whose",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheme", [MXFP4, W4A8_INT8], ids=str)
+def test_half_bytes_are_refused_before_there_are_weights(
+    scheme: QuantScheme, sizes: dict[str, int], match: str
+) -> None:
+    asked = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, **sizes}
+    with pytest.raises(SpecError, match=match) as caught:
+        LayerRequest(**asked, quant=scheme)
+    assert caught.value.sizes == (next(iter(sizes)),)
+    LayerRequest(**asked, quant=W8A8_INT8)

@@ -12,6 +12,7 @@ from moe_core import activation, quant, specs
 from moe_core.declared import Candidate, DeclaredDispatcher, DeclaredRunner, answers_to, belongs_to
 from moe_core.errors import SpecError
 from moe_core.specs import DeviceGeneration, Limit, PluginSpec, Requirement, TokenDtype
+from moe_core.vocabulary import arch_order
 
 
 class Word(str, enum.Enum):  # noqa: UP042 - it is written into a message as `Word.CPU`
@@ -27,6 +28,18 @@ def test_a_declaration_can_be_written_down_and_read_back(declared: PluginSpec) -
     copied = pickle.loads(pickle.dumps(declared))
     assert copied == declared
     assert hash(copied) == hash(declared)
+
+
+def test_generations_are_sorted_by_their_numbers() -> None:
+    archs = ("a", "a2", "a10", "a10b", "a²", "a٣", "a" + "9" * 5000)
+    assert sorted(reversed(archs), key=arch_order) == ["a", "a2", "a10", "a10b", archs[-1], "a²", "a٣"]
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("arch", ["sm٣", "²", "٣", "sm" + "9" * 5000], ids=len)
+def test_digits_that_are_no_number_are_no_generation(arch: str) -> None:
+    with pytest.raises(SpecError, match=r"field 'archs': expected lower-case like 'sm90'"):
+        runner(archs=(arch, "sm90"))
 
 
 def test_unordered_alternatives_are_sorted_and_ordered_ones_are_not() -> None:

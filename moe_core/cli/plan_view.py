@@ -14,20 +14,14 @@ from moe_core.errors import counted
 from moe_core.feasibility import pin_reasons
 from moe_core.model_config import LayerGroup
 from moe_core.plan import MoEPlan, Route
+from moe_core.problem_list import in_ranges
 from moe_core.request import LayerRequest, Pins
 from moe_core.vocabulary import ANY
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
     """`layers 0-3, 5` for ascending indices, `layer` for none."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return " ".join(filter(None, (f"layer{'s' if len(layers) > 1 else ''}", ", ".join(words))))
+    return " ".join(filter(None, (f"layer{'s' if len(layers) > 1 else ''}", in_ranges(layers))))
 
 
 def group_title(group: LayerGroup) -> str:

@@ -121,7 +121,7 @@ def _groups(
         return (LayerGroup(layers=(), request=LayerRequest(**fields)),)
     except SpecError as error:
         # Whoever named some sizes need not know the others.
-        taken = [f"{_option(name)} {DEFAULTS[name]}" for name in SIZES if name not in given and name in str(error)]
+        taken = [f"{_option(name)} {DEFAULTS[name]}" for name in SIZES if name not in given and name in error.sizes]
         if not given or not taken:
             raise
         raise SpecError(f"{error}; {', '.join(taken)} is taken where it is not given") from error

@@ -44,6 +44,10 @@ class LayerQuant:
         """In how many fields of both projections the two differ."""
         return self.w13.distance(other.w13) + self.w2.distance(other.w2)
 
+    def differing(self, pattern: LayerQuant) -> frozenset[str]:
+        """Names of the fields that `pattern` does not allow, in either projection."""
+        return frozenset((*self.w13.differing(pattern.w13), *self.w2.differing(pattern.w2)))
+
     def cut(self, intermediate_size: int, *, halves: int, tp_size: int) -> LayerQuant:
         """The same numbers with blocks that end where a rank's share and the gate end.
 

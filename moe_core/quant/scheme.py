@@ -137,13 +137,14 @@ class QuantScheme:
 
     def matches(self, pattern: QuantScheme) -> bool:
         """Whether every field equals the pattern's or the pattern says `any` there."""
-        return self == pattern or next(self._differing(pattern), None) is None
+        return self == pattern or next(self.differing(pattern), None) is None
 
     def distance(self, pattern: QuantScheme) -> int:
         """How many fields the pattern does not allow."""
-        return sum(1 for _ in self._differing(pattern))
+        return sum(1 for _ in self.differing(pattern))
 
-    def _differing(self, pattern: QuantScheme) -> Iterator[str]:
+    def differing(self, pattern: QuantScheme) -> Iterator[str]:
+        """Names of the fields that the pattern does not allow."""
         for field in attrs.fields(QuantScheme):
             if getattr(pattern, field.name) not in (ANY, getattr(self, field.name)):
                 yield field.name

@@ -47,13 +47,7 @@ def expected_tensors(request: LayerRequest, num_local_experts: int) -> dict[str,
 def _projection(
     name: str, scheme: QuantScheme, experts: int, rows: int, columns: int, halves: int
 ) -> dict[str, Expected]:
-    packs = scheme.weight_bits == 4
-    if packs and columns % 2:
-        raise WeightsError(
-            f"{name}: {scheme} packs two values to a byte, so {columns} input channels of a rank cannot be stored; "
-            "choose a tp_size whose shares are even"
-        )
-    shape: tuple[int, ...] = (experts, rows, columns // 2 if packs else columns)
+    shape: tuple[int, ...] = (experts, rows, columns // 2 if scheme.weight_bits == 4 else columns)
     found = {name: Expected(shape, (WEIGHTS[scheme.weight_dtype],))}
     if scheme.weight_block is not None:
         shape = _scale_shape(scheme, experts, rows, columns, halves)

@@ -44,9 +44,6 @@ class Filler:
             layout: How the checkpoint orders gate and up.
             device: Where the tensors will lie.
             projections: Those to make, of `w13` and `w2`.
-
-        Raises:
-            WeightsError: The sizes cannot be stored in the scheme (an odd width of 4-bit values).
         """
         self._request, self._layout, self._device = request, layout, device
         self._expected = {

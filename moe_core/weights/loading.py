@@ -160,14 +160,17 @@ def load_matrix(source: TensorSource, module: str, stored: StoredScheme) -> dict
         projection="w2", halves=(0,), base=module, stacked=False, storage=stored, tensors=TENSORS[stored.storage]
     )
     rows, columns = matrix_size(source, names, part)
-    request = LayerRequest(
-        num_experts=1,
-        top_k=1,
-        hidden_size=rows,
-        intermediate_size=columns,
-        activation=ActivationSpec(gated=False),
-        quant=LayerQuant(QuantScheme.from_name("bf16"), stored.scheme),
-    )
+    try:
+        request = LayerRequest(
+            num_experts=1,
+            top_k=1,
+            hidden_size=rows,
+            intermediate_size=columns,
+            activation=ActivationSpec(gated=False),
+            quant=LayerQuant(QuantScheme.from_name("bf16"), stored.scheme),
+        )
+    except SpecError as error:
+        raise WeightsError(f"{module}: {error}") from error
     unknown = [name for name in left_over(names, [part], 1) if name != f"{module}.bias"]
     problems = [f"{name}: nothing of a matrix in storage {stored.storage} reads it" for name in unknown]
     job = _Job(

@@ -14,7 +14,7 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from case_lib import Lib
-from case_requests import DTYPES, activation, make_request
+from case_requests import DTYPES, activation, make_request, num_ranks
 from checkpoints import canonical_tensors, layer_quant, named_scheme, stored_layout, without_halves
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
@@ -100,7 +100,7 @@ class BuiltLayer:
         if not ids.is_floating_point() and ids.dtype != torch.bool:
             ids = ids.to(ids.dtype if ids.dtype == torch.int32 else torch.int64).clamp(min=-1)
         x, ids, wts = x.to(device, self._dtype), ids.to(device), wts.to(device, torch.float32)
-        if ids.shape == wts.shape and ids.shape[1] != top_k:
+        if ids.dim() == 2 and ids.shape == wts.shape and ids.shape[1] != top_k:
             return _over_calls(self.layer, x, ids, wts, top_k).cpu()
         return self.layer(x, ids, wts).cpu()
 
@@ -171,7 +171,7 @@ def _sum_of_shares(
     spec: dict[str, Any], group: ExpertGroup | None = None, device: str = "cpu", **more: Any
 ) -> torch.Tensor:
     """What the tensor-parallel ranks of one expert-parallel rank add up to."""
-    shares = [BuiltLayer(spec, group, tp_rank, device, **more) for tp_rank in range(spec.get("tp", 1))]
+    shares = [BuiltLayer(spec, group, tp_rank, device, **more) for tp_rank in range(num_ranks(spec, "tp"))]
     layer = shares[0] if len(shares) == 1 else SummedLayers(shares)
     return layer.forward(spec["x"], spec["ids"], spec["wts"])
 
@@ -187,7 +187,8 @@ class MoECore(Lib):
     runners = ("torch", *RESTRICTED_RUNNERS)
 
     def run(self, **spec: Any) -> torch.Tensor:
-        ep_size = spec.pop("ep", 1)
+        ep_size = num_ranks(spec, "ep")
+        spec.pop("ep", None)
         if ep_size == 1:
             output = _sum_of_shares(spec, device=self.device)
         else:
@@ -205,7 +206,7 @@ class MoECore(Lib):
         return self.run(**alone, ids=ones.long() - 1, wts=ones, num_experts=len(shared["w13"]), ckpt=plain)
 
     def build(self, **spec: Any) -> BuiltLayer | SummedLayers:
-        shares = [BuiltLayer(spec, tp_rank=rank, device=self.device) for rank in range(spec.get("tp", 1))]
+        shares = [BuiltLayer(spec, tp_rank=rank, device=self.device) for rank in range(num_ranks(spec, "tp"))]
         return shares[0] if len(shares) == 1 else SummedLayers(shares)
 
     def run_ranks(self, per_rank: list[dict[str, torch.Tensor]], ep: int, **spec: Any) -> list[torch.Tensor]:

@@ -54,20 +54,36 @@ def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
         deterministic=spec.get("deterministic", False),
         workloads=[Workload(max_tokens=limit)],
         placement=_placement(spec.get("eplb")),
-        tp_size=spec.get("tp", 1),
+        tp_size=num_ranks(spec, "tp"),
         **more,
     )
 
 
+def num_ranks(spec: dict[str, Any], kind: str) -> int:
+    """The `ep` or `tp` ranks of a spec; one without a word."""
+    ranks = spec.get(kind, 1)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ValueError(f"{kind}: expected a number of ranks, 1 or more, got {ranks!r}")
+    return ranks
+
+
+def _columns(spec: dict[str, Any], name: str) -> int:
+    """How many values of `x` or `ids` each token has."""
+    shape = list(spec[name].shape)
+    if len(shape) != 2:
+        raise ValueError(f"{name}: expected [tokens, {'H' if name == 'x' else 'slots'}], got {shape}")
+    return int(shape[1])
+
+
 def _top_k(spec: dict[str, Any]) -> int:
     """Slots of a token in one call; what has more is summed over calls."""
-    slots = spec["ids"].shape[1] if "ids" in spec else 1
-    return max(1, min(int(slots), _num_experts(spec)))
+    slots = _columns(spec, "ids") if "ids" in spec else 1
+    return max(1, min(slots, _num_experts(spec)))
 
 
 def _hidden_size(spec: dict[str, Any]) -> int:
     if "x" in spec:
-        return int(spec["x"].shape[1])
+        return _columns(spec, "x")
     ckpt = spec["ckpt"]
     return int(ckpt["w2"].shape[2 if ckpt["orientation"] == "in_out" else 1])
 

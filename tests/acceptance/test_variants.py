@@ -11,6 +11,8 @@ from adapter import MoECore
 from case_lib import RefLib, expect, fp8_ckpt, int_ckpt, mxfp4_ckpt, nvfp4_ckpt, plain
 from cases_open import _Peak
 
+from moe_core.errors import InputError
+
 Spec = dict[str, Any]
 
 #: As the cases have it, for bf16 and for quantized layers.
@@ -298,3 +300,35 @@ def test_an_unknown_activation_is_named() -> None:
 def test_an_unknown_runner_has_no_requirements() -> None:
     with pytest.raises(ValueError, match=r"unknown runner 'no_such'; known: torch, "):
         MoECore().requirements("no_such")
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("kind", ["tp", "ep"])
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0])
+def test_numbers_of_ranks_that_are_none_are_named(kind: str, ranks: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind}: expected a number of ranks, 1 or more, got {ranks}"):
+        MoECore().run(**layer(), **{kind: ranks})
+
+
+@pytest.mark.error_path
+def test_no_tensor_parallel_rank_builds_nothing() -> None:
+    with pytest.raises(ValueError, match="tp: expected a number of ranks, 1 or more, got 0"):
+        MoECore().build(**layer(), tp=0)
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize(("name", "expected"), [("x", "H"), ("ids", "slots")])
+def test_tokens_that_are_no_matrix_are_named(name: str, expected: str) -> None:
+    spec = layer()
+    with pytest.raises(ValueError, match=rf"{name}: expected \[tokens, {expected}\], got \[\d+\]"):
+        MoECore().run(**{**spec, name: spec[name].flatten()})
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("names", [("x",), ("wts",), ("ids", "wts")], ids=" ".join)
+def test_a_built_layer_names_tokens_that_are_no_matrix(names: tuple[str, ...]) -> None:
+    spec = layer()
+    tokens = {name: spec[name].flatten() if name in names else spec[name] for name in ("x", "ids", "wts")}
+    first = {"x": "hidden_states", "ids": "topk_ids", "wts": "topk_weights"}[names[0]]
+    with pytest.raises(InputError, match=first):
+        MoECore().build(**spec).forward(*tokens.values())

@@ -129,6 +129,19 @@ def test_a_shape_says_in_which_scheme_its_model_is_published(call):
     assert "assumed" not in out
 
 
+def test_groups_that_divide_no_size_are_told_without_weights(call):
+    odd = (*ON_CPU, "--hidden-size", "200", "--intermediate-size", "96")
+    code, out, _ = call(*odd, "--quant-scheme", "w4a16_int4_g128")
+    assert code == 0
+    said = _words(out)
+    assert "groups of 128 input channels do not divide hidden_size 200, so the last of w13 has 72; most tools" in said
+    assert "groups of 128 input channels do not divide intermediate_size 96, so the last of w2 has 96; most" in said
+    for scheme in ("w4a16_int4_g32", "w4a16_int4", "fp8_block128", "w8a8_int8"):
+        _, out, _ = call(*odd, "--quant-scheme", scheme)
+        assert ("groups of" in out) == (scheme == "w4a16_int4_g32")
+        assert "intermediate_size" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from loaded_experts import make_request, values_of
 from quant_configs import CONFIGS, changed, require_refusal
 from stored_experts import MODULE, WRITERS, save
 
-from moe_core import ActivationSpec
+from moe_core import ActivationSpec, LayerRequest, make_plan
+from moe_core.environment import Environment
 from moe_core.errors import SpecError
+from moe_core.manager import default_manager
 from moe_core.quant import SCHEMES, LayerQuant, read_layer
 from moe_core.weights.checkpoint import Checkpoint
 from moe_core.weights.loading import load_experts
@@ -152,3 +155,20 @@ def test_gate_and_up_of_single_experts_in_one_matrix(tp_size: int, tmp_path: Pat
         assert torch.equal(found["b13"][2], tensors[f"{MODULE}.2.gate_up_proj.bias"][mine])
         largest = max(float(tensors[f"{MODULE}.{expert}.gate_up_proj.input_scale"]) for expert in range(3))
         assert found["w13_input_scale"].tolist() == [pytest.approx(largest)] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("quark_mxfp4", "fp4 weights are computed, but with other activations"),
+        ("quark_mxfp4_fp8", "fp4 weights are computed, but with other activations"),
+        ("quark_int4_fp8", "int4 weights are computed, but with other global scales and activations"),
+    ],
+)
+def test_why_triton_leaves_a_scheme_to_torch(name: str, why: str) -> None:
+    quant = read_layer(CONFIGS[name], EXPERTS, num_experts=2).quant
+    request = LayerRequest(num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, quant=quant)
+    machine = Environment(device_type="cuda", arch="sm90", packages={"torch": "2.11.0", "triton": "3.6.0"})
+    plan, decision = make_plan(default_manager(), request, machine)
+    assert plan.routes[0].runner.full_name == "torch:torch.standard"
+    assert re.search(rf"triton:triton.contiguous, .*: scheme: needs .*, found .*; {why}\n", decision.explain())

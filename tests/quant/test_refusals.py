@@ -25,7 +25,12 @@ CT = "config_groups/group_0"
             {"quant_method": "of_tomorrow"},
             "quant_method 'of_tomorrow' is not read; known: auto-round, auto_round, awq, compressed-tensors, fp8",
         ),
-        ({"bits": 4}, "quant_method None is not read"),
+        ({"bits": 4}, "quant_method None is not read; known"),
+        ({"quant_method": "compressed_tensor"}, "is not read; did you mean 'compressed-tensors'[?]; known: auto-round"),
+        ({"quant_method": "gtpq"}, "quant_method 'gtpq' is not read; did you mean 'gptq'[?]"),
+        ({"quant_method": "FP-8"}, "quant_method 'FP-8' is not read; did you mean 'fp8'[?]"),
+        ({"quant_method": "vptq"}, "quant_method 'vptq' is not read; known"),
+        ({"quant_method": "nvfp4"}, "quant_method 'nvfp4' is not read; known"),
         # fp8
         (changed("fp8_block128", "rotation", "hadamard"), "field 'rotation' is not understood and may change numbers"),
         (changed("fp8_block128", "fmt", "e5m2"), "fmt 'e5m2' is not understood; known: absent, e4m3"),

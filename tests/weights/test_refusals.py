@@ -23,12 +23,14 @@ from moe_core.quant import (
     NVFP4,
     NVFP4_W4A16,
     W4A4_INT4,
+    W4A8_INT8,
     W8A8_INT8,
     QuantScheme,
+    StoredScheme,
 )
 from moe_core.request import LayerRequest
 from moe_core.weights.checkpoint import Checkpoint
-from moe_core.weights.loading import cut, load_experts
+from moe_core.weights.loading import cut, load_experts, load_matrix
 
 Change = Callable[[dict[str, Tensor]], Any]
 
@@ -203,17 +205,13 @@ def test_input_scales_that_the_layer_does_not_use_are_left(tmp_path: Path) -> No
 
 
 @pytest.mark.error_path
-@pytest.mark.parametrize(
-    ("scheme", "inner", "tp_size"), [(MXFP4_W4A16, 15, 1), (INT4_GROUPS, 30, 2)], ids=["an odd width", "an odd share"]
-)
-def test_half_bytes(scheme: QuantScheme, inner: int, tp_size: int, tmp_path: Path) -> None:
-    save(tmp_path, {f"{MODULE}.0.{word}.weight": torch.zeros(2) for word in ("gate_proj", "up_proj", "down_proj")})
-    request = make_request(scheme, inner, tp_size=tp_size)
+def test_a_matrix_of_half_a_byte_more(tmp_path: Path) -> None:
+    save(tmp_path, {"attention.weight": torch.zeros(4, 3, dtype=torch.int8)})
     with (
         Checkpoint(tmp_path) as checkpoint,
-        pytest.raises(WeightsError, match="15 input channels of a rank cannot be stored"),
+        pytest.raises(WeightsError, match=r"^attention: .* two values to a byte, so w2 cannot have 3 input channels"),
     ):
-        load_experts(checkpoint, MODULE, request, stored_layer(request, "packed_fp4"))
+        load_matrix(checkpoint, "attention", StoredScheme(W4A8_INT8, "scaled"))
 
 
 @pytest.mark.error_path

@@ -6,6 +6,7 @@ understand is an error (`SpecError`): a scheme that is nearly right computes flu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_core.quant.hf.modelopt import read_modelopt
 from moe_core.quant.hf.modelslim import is_description, read_modelslim
 from moe_core.quant.hf.mxfp4 import read_mxfp4
 from moe_core.quant.hf.quark import read_quark
-from moe_core.quant.hf.weight import Weight, experts_and_halves
+from moe_core.quant.hf.weight import UnreadableNameError, Weight, experts_and_halves
 from moe_core.quant.stored import StoredLayer, StoredScheme
 
 Reader = Callable[[Mapping[str, Any], Weight], StoredScheme]
@@ -107,10 +108,29 @@ def _read(config: Mapping[str, Any] | None, weight: Weight) -> StoredScheme:
     method = text(config, "quant_method", weight) or _method_by_content(config)
     if method not in READERS:
         raise weight.error(
-            f"quant_method {method!r} is not read; known: {', '.join(READERS)}. "
+            f"quant_method {method!r} is not read{_meant(method or '')}; known: {', '.join(READERS)}. "
             "Give the scheme as a value (QuantScheme) instead"
         )
-    return READERS[method](config, weight)
+    try:
+        return READERS[method](config, weight)
+    except UnreadableNameError as error:
+        raise weight.error(str(error)) from error
+
+
+def _meant(method: str) -> str:
+    """`; did you mean 'gptq'?` for a known method in other letters by one at most, or in another order, else "".
+
+    A letter in another's place may be another method (`vptq`, `mxfp6`), and advice to change it would change numbers.
+    """
+    written = _letters(method)
+    for known, letters in ((known, _letters(known)) for known in READERS):
+        if (written - letters).total() + (letters - written).total() <= 1:
+            return f"; did you mean {known!r}?"
+    return ""
+
+
+def _letters(method: str) -> Counter[str]:
+    return Counter(filter(str.isalnum, method.lower()))
 
 
 def _method_by_content(config: Mapping[str, Any]) -> str | None:

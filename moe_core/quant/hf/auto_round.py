@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from moe_core.quant.hf.auto_round_scheme import DESCRIBING, FULL_BITS, SCHEME_FIELDS, Layer
-from moe_core.quant.hf.fields import agreed, expression, names_in, refuse_unknown, table, whole_number
-from moe_core.quant.hf.name_list import is_listed, names_all, numbers_in
+from moe_core.quant.hf.fields import agreed, names_in, refuse_unknown, table, whole_number
+from moe_core.quant.hf.name_list import is_listed, names_all
+from moe_core.quant.hf.pattern import expression, may_hold
 from moe_core.quant.hf.weight import Weight
 from moe_core.quant.stored import StoredScheme
 
@@ -79,11 +80,12 @@ def _is_name(entry: str) -> bool:
 
 def _is_found(entry: str, weight: Weight) -> bool:
     """Whether an expression, or a part of a name, is found in the weight's name; alike in all experts."""
-    # Most are names of other modules, which are told at a glance.
-    if _is_name(entry) and not any(entry in name for name in (*weight.names, *weight.names_in(0))):
+    # Most are names of other modules.
+    if _is_name(entry) and not may_hold(weight, entry):
         return False
-    searched = expression(entry, weight)
-    return names_all(weight, lambda name: searched.search(name) is not None, numbers_in(entry))
+    pattern = expression(entry)
+    search = pattern.compiled.search
+    return pattern.may_mean(weight) and names_all(weight, lambda name: search(name) is not None, pattern.written)
 
 
 def _is_in_blocks(config: Mapping[str, Any], weight: Weight) -> bool:

@@ -6,14 +6,10 @@ never Python's. Null is as good as absent; what is merely empty or false is not.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moe_core.quant.hf.weight import Weight
-
-#: What Python raises for an expression that it does not compile: a wrong one, one of too large numbers, or too deep.
-UNCOMPILED = (re.error, OverflowError, RecursionError)
 
 Value = TypeVar("Value")
 
@@ -100,14 +96,6 @@ def agreed(found: Mapping[str, Any], meant: Sequence[str], field: str, weight: W
     if others:
         raise weight.error(f"{field}: {meant[0]!r} and {others[0]!r} both mean it and differ")
     return found[meant[0]] if meant else None
-
-
-def expression(pattern: str, weight: Weight) -> re.Pattern[str]:
-    """A regular expression of a configuration; raises `SpecError` where it is none."""
-    try:
-        return re.compile(pattern)
-    except UNCOMPILED as error:
-        raise weight.error(f"{pattern!r} is not a regular expression ({error})") from error
 
 
 def _are_all(kind: type, values: Iterable[object]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from moe_core.quant.hf.auto_round_scheme import DESCRIBING
 from moe_core.quant.hf.fields import look_up, names_in, refuse_unknown, table, text, whole_number
 from moe_core.quant.hf.name_list import is_listed, matches, names_all
+from moe_core.quant.hf.pattern import expression
 from moe_core.quant.hf.quark_export import check_export, check_order
 from moe_core.quant.hf.weight import Weight, number_of
 from moe_core.quant.scheme import WHOLE
@@ -137,7 +138,7 @@ def _override(config: Mapping[str, Any], weight: Weight) -> Mapping[str, Any] | 
     """What the first pattern of `dynamic` that matches says instead, None if it says not to quantize."""
     patterns = table(config, "dynamic", weight, "patterns with fields") or {}
     for pattern in patterns:
-        if not matches(weight, pattern.removeprefix("+:").removeprefix("-:")):
+        if not matches(weight, expression(pattern.removeprefix("+:").removeprefix("-:"))):
             continue
         if pattern.startswith("-:"):
             return None

@@ -9,15 +9,13 @@ number.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import attrs
 
-from moe_core.errors import SpecError
-from moe_core.quant.hf.fields import UNCOMPILED
+from moe_core.quant.hf.pattern import Pattern, expression, wildcards
 from moe_core.quant.hf.weight import Weight, number_of, without_container
 
 #: Numbers of experts that are compared in any case.
@@ -37,9 +35,10 @@ def is_listed(weight: Weight, entries: Iterable[str]) -> bool:
     return _compiled(tuple(entries)).has(weight)
 
 
-def matches(weight: Weight, pattern: str) -> bool:
-    """Whether a regular expression matches one of a weight's names from its beginning, alike in all experts."""
-    return _Compiled(frozenset(), frozenset(), (_Expression.of(pattern),), {}).has(weight)
+def matches(weight: Weight, pattern: Pattern) -> bool:
+    """Whether a pattern matches one of a weight's names from its beginning, alike in all experts."""
+    match = pattern.compiled.match
+    return pattern.may_mean(weight) and names_all(weight, lambda name: match(name) is not None, pattern.written)
 
 
 def names_all(weight: Weight, is_named: Callable[[str], bool], written: Iterable[int]) -> bool:
@@ -63,61 +62,29 @@ def names_all(weight: Weight, is_named: Callable[[str], bool], written: Iterable
     return bool(named)
 
 
-def numbers_in(entry: str) -> frozenset[int]:
-    """Numbers in a pattern and those that begin with them, as `4[0-9]` means: by these it may tell experts apart."""
-    found = {int(digits) for digits in re.findall(r"\d+", entry) if len(digits) <= 4}
-    return frozenset(found.union(*({number * 10 + last for last in range(10)} for number in found)))
-
-
-def _beginning(pattern: str) -> str:
-    """What every match of a regular expression begins with, as far as that is plain to see."""
-    inside = pattern.removeprefix("(?s:").removeprefix("(?:")
-    literal = re.match(r"(?:\w|\\\.)*", inside)
-    if "|" in inside or literal is None:
-        return ""
-    beginning = literal[0].replace("\\.", ".")
-    return beginning[:-1] if inside[literal.end() :].startswith(("*", "?", "{")) else beginning
-
-
-@attrs.frozen
-class _Expression:
-    """A regular expression, what its matches begin with, and the numbers by which it may tell experts apart."""
-
-    pattern: re.Pattern[str]
-    beginning: str
-    written: frozenset[int]
-
-    @classmethod
-    def of(cls, pattern: str) -> _Expression:
-        return cls(_expression(pattern), _beginning(pattern), numbers_in(pattern))
-
-    def may_mean_experts_of(self, module: str) -> bool:
-        return self.beginning.startswith(f"{module}.") or f"{module}.".startswith(self.beginning)
-
-
 @attrs.frozen
 class _Compiled:
     """A list by how its entries are compared; `experts` is module -> numbers of single experts named in full."""
 
     names: frozenset[str]
     parts: frozenset[str]
-    expressions: tuple[_Expression, ...]
+    patterns: tuple[Pattern, ...]
     experts: Mapping[str, frozenset[int]]
 
     def has(self, weight: Weight) -> bool:
         singles = self.experts.get(without_container(weight.experts), frozenset())
-        expressions = [one for one in self.expressions if any(map(one.may_mean_experts_of, weight.modules))]
+        patterns = [pattern for pattern in self.patterns if pattern.may_mean(weight)]
         if singles and weight.num_experts is not None:
             singles |= frozenset(range(weight.num_experts))
         if any(map(self._has_name, {without_container(name) for name in weight.names})):
             return True
 
         def is_named(name: str) -> bool:
-            if any(one.pattern.match(name) for one in expressions):
+            if any(pattern.compiled.match(name) for pattern in patterns):
                 return True
             return bool(singles) and self._has_name(without_container(name))
 
-        return names_all(weight, is_named, singles.union(*(one.written for one in expressions)))
+        return names_all(weight, is_named, singles.union(*(pattern.written for pattern in patterns)))
 
     def _has_name(self, name: str) -> bool:
         places = name.split(".")
@@ -131,12 +98,12 @@ class _Compiled:
 @lru_cache(maxsize=64)
 def _compiled(entries: tuple[str, ...]) -> _Compiled:
     names: set[str] = set()
-    expressions: list[_Expression] = []
+    patterns: list[Pattern] = []
     experts: dict[str, set[int]] = {}
     for entry in entries:
         plain = without_container(entry.rstrip("."))
         if _is_pattern(entry):
-            expressions += map(_Expression.of, _patterns(entry))
+            patterns += _patterns(entry)
         else:
             names.add(plain)
             if single := re.fullmatch(r"(.+)\.(\d+)(?:\.\w+)?", plain):
@@ -144,24 +111,16 @@ def _compiled(entries: tuple[str, ...]) -> _Compiled:
     # A name with a number is that layer's: layers.0 is not layers.0 of the draft layers under mtp.
     parts = {name for name in names if not any(place.isdecimal() for place in name.split("."))}
     frozen = {key: frozenset(numbers) for key, numbers in experts.items()}
-    return _Compiled(frozenset(names), frozenset(parts), tuple(expressions), frozen)
+    return _Compiled(frozenset(names), frozenset(parts), tuple(patterns), frozen)
 
 
 def _is_pattern(entry: str) -> bool:
     return entry.startswith("re:") or re.search(r"[\\^$+|(){}*?\[\]]", entry) is not None
 
 
-def _patterns(entry: str) -> tuple[str, ...]:
+def _patterns(entry: str) -> tuple[Pattern, ...]:
     if entry.startswith("re:"):
-        return (entry.removeprefix("re:"),)
+        return (expression(entry.removeprefix("re:")),)
     if entry.startswith(".*") or re.search(r"[\\^$+|(){}]", entry):
-        return (rf"(?:{entry})(?:(?<=\.)|(?=\.)|$)",)
-    return tuple(fnmatch.translate(wild) for wild in (entry, f"{entry}.*"))
-
-
-@lru_cache(maxsize=1024)
-def _expression(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except UNCOMPILED as error:
-        raise SpecError(f"quantization_config: {pattern!r} is not a regular expression ({error})") from error
+        return (expression(entry, r"(?:(?<=\.)|(?=\.)|$)"),)
+    return (wildcards(entry), wildcards(f"{entry}.*"))

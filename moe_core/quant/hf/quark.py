@@ -5,14 +5,14 @@ Sources: the configuration and the exporter of AMD Quark, 0.7 to 0.13.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from moe_core.quant.hf.fields import agreed, expression, look_up, names_in, refuse_unknown, table, tables
-from moe_core.quant.hf.name_list import names_all, numbers_in
+from moe_core.quant.hf.fields import agreed, look_up, names_in, refuse_unknown, table, tables
+from moe_core.quant.hf.name_list import matches
+from moe_core.quant.hf.pattern import expression, wildcards
 from moe_core.quant.hf.quark_export import check_export, check_order
 from moe_core.quant.hf.quark_specs import read_specs
 from moe_core.quant.hf.weight import Weight
@@ -97,9 +97,8 @@ def _split(names: tuple[str, ...]) -> tuple[frozenset[str], Sequence[str]]:
 
 def _is_match(pattern: str, weight: Weight) -> bool:
     """Whether a pattern matches the weight's name: wildcards the whole of it, an expression (`re:`) its beginning."""
-    marked = pattern.startswith("re:")
-    matched = expression(pattern.removeprefix("re:") if marked else fnmatch.translate(pattern), weight)
-    return names_all(weight, lambda name: matched.match(name) is not None, numbers_in(pattern))
+    is_marked = pattern.startswith("re:")
+    return matches(weight, expression(pattern.removeprefix("re:")) if is_marked else wildcards(pattern))
 
 
 def _check_algorithms(config: Mapping[str, Any], weight: Weight) -> None:

@@ -24,10 +24,17 @@ from moe_core.vocabulary import FLOAT_DTYPES, one_of
 #: What may stand before the text part's names, longest first; names are compared without it.
 CONTAINERS = ("model.language_model.", "language_model.model.", "language_model.", "thinker.model.", "model.", "")
 
+#: Stands in `Weight.spelled` for the number of an expert; no name holds it.
+EXPERT = "#"
+
 #: Most experts that an error lists.
 _SHOWN = 4
 #: Digits of a number that counts anything.
 _MOST_DIGITS = 9
+
+
+class UnreadableNameError(SpecError):
+    """A name or pattern that means nothing; whoever asks about a weight says about which."""
 
 
 @attrs.frozen
@@ -79,6 +86,11 @@ class Weight:
         """Every name of the weight in one expert."""
         return _names(self.experts, self.half, expert)
 
+    @property
+    def spelled(self) -> str:
+        """All of these names in a text, those in one expert with `EXPERT` for its number."""
+        return _spelled(self.experts, self.half)
+
     def entry(self, table: Mapping[str, Any], suffix: str = "") -> Any:
         """What a table from module names says about this weight, None if nothing.
 
@@ -129,10 +141,10 @@ def number_of(digits: str) -> int:
     """The number that a name has of a layer or an expert; Python itself gives up at some thousand digits.
 
     Raises:
-        SpecError: It is too large to be one.
+        UnreadableNameError: It is too large to be one.
     """
     if len(digits) > _MOST_DIGITS:
-        raise SpecError(f"quantization_config: a name has the number {digits[:_MOST_DIGITS]}..., which counts nothing")
+        raise UnreadableNameError(f"a name has the number {digits[:_MOST_DIGITS]}..., which counts nothing")
     return int(digits)
 
 
@@ -155,8 +167,13 @@ def _some(experts: AbstractSet[int]) -> str:
     return ", ".join([*first[:_SHOWN], *(["..."] if len(first) > _SHOWN else [])])
 
 
+@lru_cache(maxsize=1024)
+def _spelled(experts: str, half: str) -> str:
+    return "\n".join((*_names(experts, half, None), *_names(experts, half, EXPERT)))
+
+
 @lru_cache(maxsize=4096)
-def _names(experts: str, half: str, expert: int | None) -> tuple[str, ...]:
+def _names(experts: str, half: str, expert: int | str | None) -> tuple[str, ...]:
     modules = [f"{module}." if module else "" for module in _modules(experts)]
     if expert is not None:
         return tuple(f"{module}{expert}.{leaf}" for module in modules for leaf in _leaves(half))
