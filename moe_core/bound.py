@@ -102,16 +102,18 @@ class BoundExperts:
         """
         self.plan, self.weights = plan, weights
         self.callables = weights.activation, weights.post_norm
-        self._device = next(iter(weights.tensors.values())).data.device
-        group = _with_device(group or ExpertGroup(), self._device)
-        check_agreement(plan, group, self._device)
+        device = next(iter(weights.tensors.values())).data.device
+        group = _with_device(group or ExpertGroup(), device)
+        check_agreement(plan, group, device)
         self.routes = tuple(_bind(plan, route, weights, manager, group) for route in plan.routes)
         self._has_one_route = len(self.routes) == 1
         self._table = RouteTable.of(plan)
-        self._slots = slot_map(plan.request, self._device)
+        self._slots = slot_map(plan.request, device)
         self.plugins = tuple(map(manager.found, plan.plugins))
         request = plan.request
-        self._sizes = (request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype])
+        # As every forward's tensors have to be (`check_tokens`).
+        self._expected = request.hidden_size, request.top_k, TORCH_DTYPES[request.dtype], device
+        self._device_type = device.type
 
     def __call__(
         self,
@@ -139,15 +141,10 @@ class BoundExperts:
             InputError: Wrong shapes, dtypes or devices, ids out of range (on CPU; on a GPU a device-side assertion,
                 elsewhere the token's output is NaN), or more tokens than the route's workload declares.
         """
-        check_tokens(hidden_states, topk_ids, topk_weights, *self._sizes)
-        if hidden_states.device != self._device:
-            raise InputError(
-                f"hidden_states: expected device {self._device} of the weights, got {hidden_states.device}"
-            )
-        device_type = self._device.type
-        if torch.is_autocast_enabled(device_type):
+        check_tokens(hidden_states, topk_ids, topk_weights, *self._expected)
+        if torch.is_autocast_enabled(self._device_type):
             # The layer has its dtype; autocast would lower it in some of its operations.
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(self._device_type, enabled=False):
                 return self(hidden_states, topk_ids, topk_weights, phase=phase, overlap=overlap)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
             return _InferenceOnly.apply(self, hidden_states, topk_ids, topk_weights, phase, overlap)  # type: ignore[no-any-return, no-untyped-call]

@@ -107,7 +107,13 @@ def renumbered(ids: Tensor, table: Tensor | None) -> Tensor:
 
 
 def check_tokens(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, hidden_size: int, top_k: int, dtype: torch.dtype
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    hidden_size: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Shapes, dtype and device of one forward's tensors; reads no data.
 
@@ -118,29 +124,42 @@ def check_tokens(
         hidden_size: H.
         top_k: K.
         dtype: The layer's.
+        device: Of the layer's weights, and to be that of all three.
 
     Raises:
         InputError: Names the tensor, what was expected and what came.
     """
-    ids_shape = topk_ids.shape
+    shape = topk_ids.shape
     # One comparison of everything keeps the usual case near a microsecond; the message is made only on failure.
     if (
-        hidden_states.shape == (ids_shape[0] if ids_shape else -1, hidden_size)
-        and ids_shape[1:] == (top_k,)
-        and topk_weights.shape == ids_shape
+        len(shape) == 2
+        and shape[1] == top_k
+        and topk_weights.shape == shape
+        and hidden_states.shape == (shape[0], hidden_size)
         and hidden_states.dtype is dtype
         and topk_weights.is_floating_point()
-        and hidden_states.device == topk_ids.device == topk_weights.device
+        and hidden_states.device == topk_ids.device == topk_weights.device == device
     ):
         return
-    raise InputError(_token_fault(hidden_states, topk_ids, topk_weights, hidden_size, top_k, dtype))
+    expected = hidden_size, top_k, dtype, device
+    raise InputError(_token_fault(hidden_states, topk_ids, topk_weights, *expected))
 
 
-def _token_fault(x: Tensor, ids: Tensor, weights: Tensor, hidden_size: int, top_k: int, dtype: torch.dtype) -> str:
+def _token_fault(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    hidden_size: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
     if x.dim() != 2 or x.shape[1] != hidden_size:
         return f"hidden_states: expected shape [T, {hidden_size}], got {list(x.shape)}"
     if x.dtype != dtype:
         return f"hidden_states: expected {dtype}, got {x.dtype}; cast the input or build the layer for that dtype"
+    if x.device != device:
+        return f"hidden_states: expected device {device} of the weights, got {x.device}"
     for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
         if tensor.shape != (x.shape[0], top_k):
             return f"{name}: expected shape [{x.shape[0]}, {top_k}], got {list(tensor.shape)}"

@@ -15,6 +15,13 @@ from moe_core.payloads import Tensor
 #: Most rows of any expert for which one grouped GEMM on CPU is not slower than the loop: of AMX, where both multiply
 #: bf16, and of AVX2, where the loop multiplies more rows in fp32.
 _GROUPED_GEMM_ROWS = 64 if HAS_FAST_GEMM[torch.bfloat16] else 6
+#: Bytes that are read or written in the time that a product of several rows takes before it begins, in the grouped GEMM
+#: as in the loop: 25 us with AMX. A batch of products begins once.
+_BYTES_TO_BEGIN = 256 << 10
+#: How many such beginnings the steps around a batch take.
+_STEPS_OF_BATCH = 3
+#: Rows that are multiplied in the time in which their weight is read.
+_ROWS_PER_WEIGHT = 64
 
 
 @attrs.define(eq=False)
@@ -27,12 +34,14 @@ class Groups:
         on_host: The experts with rows as host numbers, None where reading them would wait for a device or break
             a graph.
         block_experts: `[B]` int64, the expert of each block of rows, if the rows lie in blocks; else None.
+        places: int64, where the real rows lie in a batch, in which all experts have as many; None until one is made.
     """
 
     num_tokens_per_expert: Tensor
     group_ends: Tensor
     on_host: list[Group] | None = None
     block_experts: Tensor | None = None
+    places: Tensor | None = None
 
 
 def make_groups(num_tokens_per_expert: Tensor, group_ends: Tensor) -> Groups:
@@ -58,9 +67,9 @@ def make_blocks(num_tokens_per_expert: Tensor, group_ends: Tensor, num_rows: int
 def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, deterministic: bool = False) -> Tensor:
     """`rows [R, C] -> [R, N]`, each group by its expert's weight and bias.
 
-    On CPU: a loop over the experts that have rows (one opaque operator under compilation), for unquantized bf16 with
-    few rows per expert the grouped GEMM of torch. On accelerators: that grouped GEMM where it does not wait for the
-    host; else blocks of rows.
+    On CPU: a loop over the experts that have rows (one opaque operator under compilation); for unquantized bf16 with
+    few rows per expert the grouped GEMM of torch, and with small weights one batch. On accelerators: that grouped GEMM
+    where it does not wait for the host; else blocks of rows.
 
     Args:
         rows: `[R, C]`; rows outside the groups' real rows are undefined and their results too.
@@ -69,14 +78,15 @@ def grouped_linear(rows: Tensor, groups: Groups, linear: ExpertLinear, determini
         deterministic: As in `linear.linear_by_expert`; on CPU only.
 
     Returns:
-        fp32 from loop and blocks, bf16 from the grouped GEMM.
+        fp32 from loop and blocks, bf16 from the grouped GEMM and the batch.
     """
     is_real = _real_rows(groups, rows.shape[0]) if linear.rounder.needs_real_rows else None
     input_scale = None if linear.input_scale is None else _by_row(linear.input_scale, groups, rows.shape[0])
     rows, row_scale = linear.rounder(rows, input_scale, is_real)
-    on_accelerator = rows.device.type != "cpu"
-    if linear.fits_grouped_gemm and (on_accelerator or (_few_rows(groups, linear) and not deterministic)):
-        return _grouped_gemm(rows, groups.group_ends, linear)
+    if linear.fits_grouped_gemm and not deterministic:
+        products = _in_one_call(rows, groups, linear)
+        if products is not None:
+            return products
     if groups.on_host is not None:
         return linear_by_expert(rows, row_scale, groups.on_host, linear, deterministic)
     if groups.block_experts is not None and not torch.compiler.is_compiling():
@@ -120,17 +130,62 @@ def _real_rows(groups: Groups, num_rows: int) -> Tensor:
     return row - starts[expert] < counts[expert]
 
 
-def _few_rows(groups: Groups, linear: ExpertLinear) -> bool:
-    """Whether the loop on CPU would multiply (nearly) every group as stored; then one call saves its steps."""
-    if not groups.on_host:
+def _in_one_call(rows: Tensor, groups: Groups, linear: ExpertLinear) -> Tensor | None:
+    """As `grouped_linear`, for bf16; None on CPU where the loop is faster, or groups are not known on the host."""
+    if rows.device.type != "cpu":
+        return _grouped_gemm(rows, groups.group_ends, linear)
+    if not groups.on_host or not _lies_in_order(linear.weight):
+        return None
+    sizes = [end - start for _, start, end in groups.on_host]
+    if _pays_as_batch(sizes, linear.weight):
+        return _batched_gemm(rows, groups, sizes, linear)
+    return _grouped_gemm(rows, groups.group_ends, linear) if max(sizes) <= _GROUPED_GEMM_ROWS else None
+
+
+def _lies_in_order(weight: Tensor) -> bool:
+    """Whether rows of the weight are in order and on 16 bytes: on CPU not all kernels take mapped files and views."""
+    return (
+        weight.stride(2) == 1
+        and weight.stride(0) % 8 == 0
+        and weight.stride(1) % 8 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def _pays_as_batch(sizes: list[int], weight: Tensor) -> bool:
+    """Whether one batch spares more than it takes for experts without rows, filling up the others, and copies.
+
+    Args:
+        sizes: Rows of the experts that have any; there are some.
+        weight: `[L, N, C]`.
+    """
+    if not HAS_FAST_GEMM[weight.dtype]:
         return False
-    weight = linear.weight
-    # On CPU the kernel needs rows of the weight in order and on 16 bytes, which mapped files and views do not promise.
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0 and weight.stride(1) % 8 == 0
-    if weight.stride(2) != 1 or not aligned:
-        return False
-    largest = max(end - start for _, start, end in groups.on_host)
-    return largest <= _GROUPED_GEMM_ROWS
+    num_experts, num_outputs, num_inputs = weight.shape
+    num_rows, num_real = num_experts * max(sizes), sum(sizes)
+    idle_weights = num_experts - len(sizes) + (num_rows - num_real) / _ROWS_PER_WEIGHT
+    copied = num_rows * (num_inputs + num_outputs) + num_real * num_outputs
+    taken = (idle_weights * num_outputs * num_inputs + copied) * weight.itemsize
+    # A product of one row begins at once.
+    return taken <= (sum(size > 1 for size in sizes) - _STEPS_OF_BATCH) * _BYTES_TO_BEGIN
+
+
+def _batched_gemm(rows: Tensor, groups: Groups, sizes: list[int], linear: ExpertLinear) -> Tensor:
+    """As `grouped_linear`: rows, which lie back to back, go to blocks of as many rows for each expert, and back."""
+    weight, num_real = linear.weight, sum(sizes)
+    num_experts, num_outputs, num_inputs = weight.shape
+    places = groups.places
+    if places is None:
+        is_real = torch.arange(max(sizes), device=rows.device) < groups.num_tokens_per_expert[:, None]
+        places = groups.places = is_real.flatten().nonzero()[:, 0]
+    blocks = rows.new_empty((num_experts, max(sizes), num_inputs), dtype=weight.dtype)
+    blocks.view(-1, num_inputs).index_copy_(0, places, rows[:num_real].to(weight.dtype))
+    products = torch.bmm(blocks, weight.mT)
+    if linear.bias is not None:
+        products += linear.bias[:, None]
+    out = products.new_empty((rows.shape[0], num_outputs))
+    torch.index_select(products.view(-1, num_outputs), 0, places, out=out[:num_real])
+    return out
 
 
 def _grouped_gemm(rows: Tensor, group_ends: Tensor, linear: ExpertLinear) -> Tensor:

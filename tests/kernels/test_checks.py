@@ -76,7 +76,8 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         "topk_ids": torch.zeros(3, 2).long(),
         "topk_weights": torch.zeros(3, 2),
     }
-    return given | {"hidden_size": 8, "top_k": 2, "dtype": torch.float32} | changes
+    expected = {"hidden_size": 8, "top_k": 2, "dtype": torch.float32, "device": torch.device("cpu")}
+    return given | expected | changes
 
 
 def test_matching_tokens_pass() -> None:
@@ -90,9 +91,13 @@ def test_matching_tokens_pass() -> None:
         ({"hidden_states": torch.zeros(3, 8).half()}, "hidden_states: expected torch.float32"),
         ({"topk_ids": torch.zeros(4, 2).long()}, r"topk_ids: expected shape \[3, 2\]"),
         ({"topk_ids": torch.tensor(1)}, "topk_ids: expected shape"),
+        ({"topk_ids": torch.zeros(3, 3).long()}, r"topk_ids: expected shape \[3, 2\], got \[3, 3\]"),
+        ({"topk_ids": torch.zeros(3, 2, 1).long()}, "topk_ids: expected shape"),
         ({"topk_weights": torch.zeros(3, 1)}, "topk_weights: expected shape"),
         ({"topk_weights": torch.zeros(3, 2).long()}, "topk_weights: expected a floating dtype"),
         ({"topk_ids": torch.zeros(3, 2, device="meta").long()}, "topk_ids: expected device cpu"),
+        ({"topk_weights": torch.zeros(3, 2, device="meta")}, "topk_weights: expected device cpu of hidden_states"),
+        ({"device": torch.device("meta")}, "hidden_states: expected device meta of the weights, got cpu"),
     ],
 )
 def test_each_fault_is_named(changes: dict[str, Any], message: str) -> None:
