@@ -75,9 +75,12 @@ class PluginRegistry:
 
         Raises:
             PluginConflictError: The name is taken, or the module is registered under another name.
-            PluginError: No module, unknown, missing or ill-formed hooks, another hook API, or a failing declaration.
-                The plugin is then not registered at all.
+            PluginError: No name, no module, unknown, missing or ill-formed hooks, another hook API, or a failing
+                declaration. The plugin is then not registered at all.
         """
+        if not (name and isinstance(name, str)):
+            # pluggy makes up a name of its own, under which nobody would find the plugin again.
+            raise PluginError(f"a plugin's name is a text that is not empty, got {name!r}")
         origin = found or Found(name=name, load=lambda: module, value=getattr(module, "__name__", repr(module)))
         if name in self._found:
             if self._pluggy.get_plugin(name) is module:

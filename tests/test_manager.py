@@ -233,6 +233,16 @@ def test_one_module_has_one_name() -> None:
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize("name", ["", None, 3, b"toy"])
+def test_what_is_no_name_leaves_nothing_behind(name: Any) -> None:
+    manager, module = BackendManager(), _good()
+    with pytest.raises(PluginError, match=rf"a plugin's name is a text that is not empty, got {name!r}"):
+        manager.register(name, module)
+    manager.register("toy", module)
+    expect(manager.names() == ("toy",))
+
+
+@pytest.mark.error_path
 def test_unregister_frees_the_name() -> None:
     manager = manager_of(plugin())
     manager.unregister("toy")

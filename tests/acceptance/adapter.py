@@ -14,7 +14,7 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from case_lib import Lib
-from case_requests import DTYPES, activation, make_request, num_ranks
+from case_requests import activation, dtype_of, make_request, num_ranks
 from checkpoints import canonical_tensors, layer_quant, named_scheme, stored_layout, without_halves
 from fake_backends import RESTRICTED_RUNNERS, make_plugin_module, restricted_plugin
 from layers import torch_manager
@@ -44,8 +44,8 @@ def make_weights(
     spec: dict[str, Any], ckpt: dict[str, Any], request: LayerRequest, rank: int, tp_rank: int
 ) -> dict[str, torch.Tensor]:
     """One rank's share of a case's checkpoint, which may hold this rank's experts only."""
-    tensors = canonical_tensors(ckpt, DTYPES[spec.get("dtype", "bfloat16")][1], request.activation.gated)
-    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
+    name, dtype = dtype_of(spec)
+    tensors = canonical_tensors(ckpt, dtype, request.activation.gated)
     stored = attrs.evolve(request, quant=layer_quant({**ckpt, "ue8m0": False}, name))
     share = cut(tensors, stored, tp_rank, layout=stored_layout(ckpt))
     if ckpt.get("ue8m0"):
@@ -75,7 +75,7 @@ class BuiltLayer:
     ) -> None:
         spec = {**spec, "ckpt": _stored(spec, spec["ckpt"])}
         self._spec, self._tp_rank, self._rank, self._device = spec, tp_rank, group.rank if group else 0, device
-        self._dtype = DTYPES[spec.get("dtype", "bfloat16")][1]
+        _, self._dtype = dtype_of(spec)
         manager = torch_manager()
         environment = probe_environment(manager.modules_required(), device)
         self.layer = MoELayer(make_request(spec, **more), environment=environment, manager=manager, group=group)

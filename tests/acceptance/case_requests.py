@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import torch
-from checkpoints import has_bias, layer_quant, values_per_element
+from checkpoints import has_bias, layer_quant, look_up, values_per_element
 
 from moe_core import ExpertPlacement, LayerRequest, Workload
 from moe_core.activation import ActivationSpec
@@ -26,9 +26,7 @@ ACTIVATIONS = {
 
 def activation(spec: dict[str, Any]) -> ActivationSpec:
     """What lies between the projections, with the spec's parameters where the kind has them."""
-    if spec["activation"] not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {spec['activation']!r}; known: {', '.join(ACTIVATIONS)}")
-    default = ACTIVATIONS[spec["activation"]]
+    default = look_up("activation", spec["activation"], ACTIVATIONS)
     changed = {"alpha": spec.get("alpha", default.alpha)} if default.alpha != 1.0 else {}
     if default.limit is not None:
         limit = spec.get("limit", default.limit)
@@ -37,9 +35,15 @@ def activation(spec: dict[str, Any]) -> ActivationSpec:
     return attrs.evolve(default, **changed)
 
 
+def dtype_of(spec: dict[str, Any]) -> tuple[str, torch.dtype]:
+    """The layer's dtype, by its name here and as torch has it."""
+    name, dtype = look_up("dtype", spec.get("dtype", "bfloat16"), DTYPES)
+    return name, dtype
+
+
 def make_request(spec: dict[str, Any], **more: Any) -> LayerRequest:
     """The request of a case's spec."""
-    name, _ = DTYPES[spec.get("dtype", "bfloat16")]
+    name, _ = dtype_of(spec)
     limit = spec.get("max_dispatch_tokens_per_rank")
     return LayerRequest(
         num_experts=_num_experts(spec),

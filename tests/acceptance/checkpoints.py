@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -32,6 +33,13 @@ _NAMES_HERE = {
     "nvfp4_modelopt": "nvfp4",
     "nvfp4_ct": "nvfp4",
 }
+
+
+def look_up(kind: str, word: str, known: Mapping[str, Any]) -> Any:
+    """What `word` means, or an error that says which words are known."""
+    if word not in known:
+        raise ValueError(f"unknown {kind} {word!r}; known: {', '.join(known)}")
+    return known[word]
 
 
 def named_scheme(name: str) -> QuantScheme:
@@ -177,7 +185,7 @@ def _integers_in(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> T
     per_row = ckpt["group"] is None
     named = {n: t.squeeze(-1) if per_row and n.endswith("_scale") else t for n, t in stored.items()}
     if ckpt["fmt"] == "int4":
-        flip = sign_bit(4) if ckpt["sign"] == "offset8" else 0
+        flip = look_up("sign", ckpt["sign"], {"twos": 0, "offset8": sign_bit(4)})
         named |= _nibbles(ckpt, named, flip)
     return named
 
@@ -189,24 +197,26 @@ def _mxfp4(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors
 def _nibbles(ckpt: dict[str, Any], stored: Tensors, flip: int) -> Tensors:
     """The weights with the first code in the low nibble, integers as two's complement."""
     packed = {name: stored[name] for name in ("w13", "w2") if name in stored and stored[name].dtype == torch.uint8}
+    codes = look_up("nibbles", ckpt["nibbles"], _CODES)
     if ckpt["nibbles"] == "low_first" and not flip:
         return packed
-    return {name: _repacked(weight, ckpt["nibbles"], flip) for name, weight in packed.items()}
+    return {name: _repacked(weight, codes, flip) for name, weight in packed.items()}
 
 
-def _repacked(weight: torch.Tensor, order: str, flip: int) -> torch.Tensor:
+def _repacked(weight: torch.Tensor, codes: Callable[[torch.Tensor], torch.Tensor], flip: int) -> torch.Tensor:
     result = torch.empty_like(weight)
     for expert in range(len(weight)):
         # One by one: the codes of all experts would be twice the checkpoint.
-        result[expert] = pack(_codes(weight[expert], order) ^ flip)
+        result[expert] = pack(codes(weight[expert]) ^ flip)
     return result
 
 
-def _codes(packed: torch.Tensor, order: str) -> torch.Tensor:
-    """Codes in their order from bytes of two, by the oracle's word for how these lie."""
-    if order == "split":
-        return torch.cat([packed & 15, packed >> 4], -1)
-    return unpack(packed, -1, 4, {"low_first": (), "high_first": (1, 0)}[order])
+#: Codes in their order from bytes of two, by the oracle's word for how these lie.
+_CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "low_first": lambda packed: unpack(packed, -1, 4, ()),
+    "high_first": lambda packed: unpack(packed, -1, 4, (1, 0)),
+    "split": lambda packed: torch.cat([packed & 15, packed >> 4], -1),
+}
 
 
 def _fp8(ckpt: dict[str, Any], stored: Tensors, dtype: torch.dtype) -> Tensors:

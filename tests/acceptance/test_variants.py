@@ -297,6 +297,29 @@ def test_an_unknown_activation_is_named() -> None:
 
 
 @pytest.mark.error_path
+@pytest.mark.parametrize(("field", "known"), [("sign", "twos, offset8"), ("nibbles", "low_first, high_first, split")])
+def test_unknown_words_of_a_checkpoint_are_named(field: str, known: str) -> None:
+    spec = quantized(layer(), "int4")
+    with pytest.raises(ValueError, match=rf"unknown {field} 'no_such'; known: {known}"):
+        MoECore().build(**{**spec, "ckpt": {**spec["ckpt"], field: "no_such"}})
+
+
+@pytest.mark.error_path
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'float64'; known: float32, bfloat16, float16"):
+        MoECore().build(**layer(), dtype="float64")
+
+
+@pytest.mark.error_path
+@pytest.mark.parametrize("names", [("x",), ("ids",), ("wts",), ("ids", "wts"), ("x", "ids", "wts")])
+def test_tokens_of_one_dimension_are_named(names: tuple[str, ...]) -> None:
+    spec = layer()
+    inputs = [spec[name][0] if name in names else spec[name] for name in ("x", "ids", "wts")]
+    with pytest.raises(Exception, match=r"expected shape \[.*got \["):
+        MoECore().build(**spec).forward(*inputs)
+
+
+@pytest.mark.error_path
 def test_an_unknown_runner_has_no_requirements() -> None:
     with pytest.raises(ValueError, match=r"unknown runner 'no_such'; known: torch, "):
         MoECore().requirements("no_such")
