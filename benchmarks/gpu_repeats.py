@@ -4,10 +4,10 @@ Run: python benchmarks/gpu_repeats.py bf16 fp8_block128     (needs an NVIDIA GPU
 
 Launches of a layer overlap, some wait for rows of each other instead of for a whole launch, and compilers have computed
 wrongly now and then. One right result proves little there. For each scheme and runner, every entry of the table of
-tiles gets two numbers of tokens, about the fewest and the most that it is for, and one token is tried too. The first
-results are compared with the layer in fp32, all further ones with the first, bit by bit: calls that nothing waits
-between, and replays of a graph into poisoned outputs, both over several inputs in turns and every other round beside
-copies and products on a second stream. Ends with 1 if any differs or fails.
+tiles gets two numbers of tokens, about the fewest and the most that it is for, and one token is tried too. The
+result of one input is compared with the layer in fp32, and of every input all further ones with the first, bit by bit:
+calls that nothing waits between, and replays of a graph into poisoned outputs, both over the inputs in turns and every
+other round beside copies and products on a second stream. Ends with 1 if any differs, fails or had no time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import typer
 from gpu_layer_tiles import compile_layer, compile_layers_only, in_panels, layer_request
 from gpu_tiles import precompile
 
-from moe_core import MoELayer, RawWeights
+from moe_core import LayerRequest, MoELayer, RawWeights
 from moe_core.backends.triton import tiles
 from moe_core.backends.triton.tiles import TilePair
 from moe_core.backends.triton.weights import operands_of
 from moe_core.errors import ResolutionError
 from moe_core.payloads import Tensor
-from moe_core.quant import SCHEMES
+from moe_core.quant import SCHEMES, WHOLE
 from moe_core.tuning.layers import Batches, random_weights
 from moe_core.tuning.reference import Reference
 from moe_core.tuning.shapes import SHAPES, LayerShape
@@ -50,16 +50,15 @@ class Subject:
     pairs: dict[float, TilePair]
 
     def token_counts(self, shape: LayerShape) -> list[int]:
-        """One token and two, the most that each entry is for and one more."""
-        bounds = [*self.pairs]
-        if bounds[-1] == math.inf:
-            bounds[-1] = 1.5 * bounds[-2]
+        """One token and two, the most that each entry is for and one more; the last has no end."""
+        *bounds, _ = self.pairs
+        bounds.append(1.5 * bounds[-1])
         most = [math.floor(rows * shape.num_experts / shape.top_k) for rows in bounds]
         return sorted({1, 2, *most, *(count + 1 for count in most[:-1])} - {0})
 
 
 def subjects(schemes: list[str], runners: list[str], shape: LayerShape, device_name: str) -> Iterator[Subject]:
-    """What these runners compute."""
+    """Those of these schemes that these runners compute."""
     for scheme in schemes:
         for runner in runners:
             request = layer_request(scheme, shape, runner)
@@ -67,8 +66,16 @@ def subjects(schemes: list[str], runners: list[str], shape: LayerShape, device_n
                 MoELayer(request, device="cuda")
             except ResolutionError:
                 continue
-            operands = operands_of(request.local_quant.w13, request.local_quant.w2)
-            yield Subject(scheme, runner, tiles.measured(operands, device_name, in_panels(runner)))
+            yield Subject(scheme, runner, tiles.measured(_operands(request), device_name, in_panels(runner)))
+
+
+def _operands(request: LayerRequest) -> str:
+    """As the runner finds them when it has the weights: the shapes here are whole steps of planes."""
+    w13, w2 = request.local_quant.w13, request.local_quant.w2
+    in_planes = ("int4", (1, 128)), ("int4", (1, WHOLE))
+    if all((each.weight_dtype, each.weight_block) in in_planes for each in (w13, w2)):
+        return "planes"
+    return operands_of(w13, w2)
 
 
 class OtherWork:
@@ -152,6 +159,13 @@ def look_at(
         }
 
 
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['scheme']:>20} {row['runner']:<20} {row['tokens']:5} tokens: error {row['error']:.1e}, of "
+        f"{row['calls']} calls differ {row['eager']} eager, {row['captured']} captured"
+    )
+
+
 def main(
     schemes: Annotated[list[str] | None, typer.Argument(help="Names of schemes; default: all that Triton has.")] = None,
     runner: Annotated[list[str] | None, typer.Option(help="Fused runners; default: both.")] = None,
@@ -162,26 +176,22 @@ def main(
     output: Annotated[Path | None, typer.Option(help="File for all rows.")] = None,
 ) -> None:
     """Repeat, compare and print."""
-    began, device_name = time.perf_counter(), torch.cuda.get_device_name()
+    began, device_name, sizes = time.perf_counter(), torch.cuda.get_device_name(), SHAPES[shape]
     print(device_name, torch.__version__, triton.__version__, flush=True)
-    wanted = [*subjects(schemes or [*SCHEMES], runner or [*RUNNERS], SHAPES[shape], device_name)]
-    jobs = [(each.scheme, shape, each.runner, pair) for each in wanted for pair in each.pairs.values()]
-    precompile([*dict.fromkeys(jobs)], compile_layer, compile_layers_only)
+    wanted = [*subjects(schemes or [*SCHEMES], runner or [*RUNNERS], sizes, device_name)]
+    jobs = {(each.scheme, shape, each.runner, pair): None for each in wanted for pair in each.pairs.values()}
+    precompile([*jobs], compile_layer, compile_layers_only)
     print(f"{len(jobs)} pairs of tiles compiled after {time.perf_counter() - began:.0f} s", flush=True)
     other, log, failed = OtherWork(), [], 0
     for subject in wanted:
         if time.perf_counter() - began > budget:
+            failed += 1
             print(f"no time left for {subject.scheme}, {subject.runner}", flush=True)
             continue
-        counts = tokens or subject.token_counts(SHAPES[shape])
         try:
-            for row in look_at(subject, SHAPES[shape], counts, calls, other):
+            for row in look_at(subject, sizes, tokens or subject.token_counts(sizes), calls, other):
                 log.append(row)
-                print(
-                    f"{row['scheme']:>20} {row['runner']:<20} {row['tokens']:5} tokens: error {row['error']:.1e}, of "
-                    f"{row['calls']} calls differ {row['eager']} eager, {row['captured']} captured",
-                    flush=True,
-                )
+                print(_line(row), flush=True)
         except Exception as error:
             failed += 1
             print(f"failed: {subject.scheme}, {subject.runner}: {type(error).__name__}: {error}", flush=True)

@@ -192,13 +192,14 @@ def _limit_reasons(spec: _Spec, case: Case) -> Iterator[Reason]:
 
 
 def _other_split(limit: Limit, request: LayerRequest) -> str:
-    """`tp_size 1, 2 fits`: even splits, next to the layer's, whose share keeps the limit; "" if there is none."""
+    """`tp_size 1, 2 fit`: even splits, next to the layer's, whose share keeps the limit; "" if there is none."""
     if limit.field != "intermediate_size":
         return ""
     whole, asked = request.intermediate_size, request.tp_size
     splits = (tp for tp in range(1, min(whole, _MOST_SPLITS) + 1) if whole % tp == 0 and tp != asked)
     fitting = sorted((tp for tp in splits if limit.allows(whole // tp)), key=lambda tp: max(tp, asked) / min(tp, asked))
-    return f"tp_size {', '.join(map(str, sorted(fitting[:_FEW_SPLITS])))} fits" if fitting else ""
+    named = ", ".join(map(str, sorted(fitting[:_FEW_SPLITS])))
+    return f"tp_size {named} {'fits' if len(fitting) == 1 else 'fit'}" if fitting else ""
 
 
 def _dispatcher_reasons(spec: DispatcherSpec, request: LayerRequest, workload: Workload) -> Iterator[Reason]:

@@ -64,6 +64,14 @@ _TRAITS: dict[str, dict[str, bool]] = {
 }
 
 
+#: How model types begin whose experts' width has a name of its own: their `intermediate_size` is that of dense layers.
+_OWN_WIDTH = (
+    *("afmoe", "axk", "bailing", "beam", "deepseek", "dots", "ernie4", "exaone_moe", "flint", "glm", "hy_v", "inkling"),
+    *("kimi", "kolibri", "laguna", "lara", "lfm2_moe", "longcat", "mellum", "mimo", "mistral", "muse", "nemotron"),
+    *("qwen", "sarvam", "solar", "step3p5", "unlimited", "zaya"),
+)
+
+
 @attrs.frozen(kw_only=True)
 class LayerGroup:
     """Layers of a model that ask for the same.
@@ -149,12 +157,15 @@ def _groups(
     config: Mapping[str, Any], modules: Mapping[int, str], dtype: str | None, quant: QuantScheme | LayerQuant | None
 ) -> tuple[LayerGroup, ...]:
     text = _text_part(config)
+    # First: a model without experts is told so, whatever else its configuration lacks.
+    sizes: dict[int, dict[str, Any]] = {
+        layer: {name: _size(text, name, layer) for name in SIZE_NAMES} for layer in modules
+    }
     dtype = dtype or _dtype(config, text)
     activation = _activation(text)
     groups: dict[LayerRequest, list[int]] = {}
     for layer, module in modules.items():
-        fields: dict[str, Any] = {name: _size(text, name, layer) for name in SIZE_NAMES}
-        fields |= _TRAITS.get(model_type(text), {})
+        fields: dict[str, Any] = sizes[layer] | _TRAITS.get(model_type(text), {})
         fields["quant"] = quant or _quant(config, module, dtype, activation, fields["num_experts"])
         request = LayerRequest(activation=activation, dtype=dtype, **fields)
         groups.setdefault(request, []).append(layer)
@@ -212,6 +223,8 @@ def _size(text: Mapping[str, Any], size: str, layer: int) -> int:
     if size == "num_experts" and len(set(map(str, present.values()))) > 1:
         raise SpecError(f"{where}: the configuration contradicts itself ({present})")
     name, value = next(iter(present.items()))
+    if name == "intermediate_size" and model_type(text).startswith(_OWN_WIDTH):
+        raise SpecError(f"{where}: no moe_intermediate_size is in the configuration; {name} is that of dense layers")
     if isinstance(value, list):
         if len(value) != text.get("num_hidden_layers"):
             raise SpecError(f"{where}: {name} has {counted(len(value), 'entry', 'entries')}, expected one per layer")

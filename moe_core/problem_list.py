@@ -27,10 +27,10 @@ def folded(problems: Iterable[str]) -> list[Line]:
     Args:
         problems: Each `name: what is wrong`.
     """
-    alike: dict[str, dict[int | None, str]] = {}
+    alike: dict[str, list[tuple[int | None, str]]] = {}
     for problem in problems:
         every, expert = _of_every_expert(problem)
-        alike.setdefault(every, {})[expert] = problem
+        alike.setdefault(every, []).append((expert, problem))
     return [Line(_line(every, of_experts), len(of_experts)) for every, of_experts in alike.items()]
 
 
@@ -45,10 +45,10 @@ def in_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _line(every: str, of_experts: dict[int | None, str]) -> str:
-    experts = [expert for expert in of_experts if expert is not None]
+def _line(every: str, of_experts: list[tuple[int | None, str]]) -> str:
+    experts = {expert for expert, _ in of_experts if expert is not None}
     if len(experts) < 2:
-        return next(iter(of_experts.values()))
+        return of_experts[0][1]
     return f"experts {in_ranges(sorted(experts))}: {every}"
 
 
@@ -56,12 +56,13 @@ def _of_every_expert(problem: str) -> tuple[str, int | None]:
     """The problem with `*` for the expert, and the expert; the problem itself and None if it is not about one."""
     name, colon, said = problem.partition(": ")
     of_one = _ONE_EXPERT.match(said)
-    said_of_each = f"each has{said[of_one.end() :]}" if of_one else said
+    of_each, its_own = (f"each has{said[of_one.end() :]}", int(of_one["expert"])) if of_one else (said, None)
     expert = _number_in(name)
-    if expert is not None:
-        head, _, tail = name.rpartition(f".{expert}.")
-        return f"{head}.*.{tail}{colon}{said_of_each}", expert
-    return (f"{name}{colon}{said_of_each}", int(of_one["expert"])) if of_one else (problem, None)
+    if expert is None:
+        return (problem, None) if its_own is None else (f"{name}{colon}{of_each}", its_own)
+    head, _, tail = name.rpartition(f".{expert}.")
+    # Another number than the name's is what is wrong with this one.
+    return f"{head}.*.{tail}{colon}{of_each if its_own == expert else said}", expert
 
 
 def _number_in(name: str) -> int | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from moe_core.declared import Candidate, DeclaredRunner
 from moe_core.environment import Environment
 from moe_core.feasibility import nearest_schemes
-from moe_core.findings import WorkloadDecision
+from moe_core.findings import Reason, SpecReport, WorkloadDecision
 from moe_core.request import LayerRequest
+from moe_core.specs import RunnerSpec
 from moe_core.vocabulary import ANY, TIERS
 
 #: Reasons that follow from the layer: on another layer, or another split of it, the kernel would run here.
@@ -62,27 +63,47 @@ def _for_any_device(
     """`torch:torch.standard is for any device and may be slow: what is for npu a2 needs bf16, found int8`, or ""."""
     if ANY not in runner.spec.devices:
         return ""
-    least = TIERS.index(runner.spec.tier)
-    made_for_it = [
+    made_for_it = _made_for(environment, TIERS.index(runner.spec.tier), decision)
+    if not all(report.is_refused for _, report in made_for_it):
+        return ""
+    against = [
+        (spec, report.reasons)
+        for spec, report in made_for_it
+        if all(reason.code in _OF_LAYER for reason in report.reasons)
+    ]
+    if not against:
+        return ""
+    needs, found = _what_is_lacking(against, request)
+    machine = f"{environment.device_type} {environment.arch}".strip()
+    slow = f"{runner.full_name} is for any device and may be slow"
+    return f"{slow}: what is for {machine} needs {needs}, found {found}"
+
+
+def _made_for(
+    environment: Environment, least_tier: int, decision: WorkloadDecision
+) -> list[tuple[RunnerSpec, SpecReport]]:
+    """Runners of such a tier or a higher one that name the machine's device type, and what was found about each."""
+    return [
         (report.declared.spec, report)
         for report in decision.specs
         if isinstance(report.declared, DeclaredRunner)
         and environment.device_type in report.declared.spec.devices
-        and TIERS.index(report.declared.spec.tier) >= least
+        and TIERS.index(report.declared.spec.tier) >= least_tier
     ]
-    if not all(report.is_refused for _, report in made_for_it):
-        return ""
-    against = [(spec, r.reasons) for spec, r in made_for_it if all(reason.code in _OF_LAYER for reason in r.reasons)]
-    if not against:
-        return ""
+
+
+def _what_is_lacking(against: list[tuple[RunnerSpec, tuple[Reason, ...]]], request: LayerRequest) -> tuple[str, str]:
+    """What refused runners need, of what the nearest of them lacks first, and what was found."""
     # That one is nearest which reads the weights, and then which lacks the fewest.
-    nearest = min((rs for _, rs in against), key=lambda rs: (any(r.code == "scheme" for r in rs), len(rs)))[0]
-    if nearest.code == "scheme":
+    _, reasons = min(against, key=lambda each: (any(reason.code == "scheme" for reason in each[1]), len(each[1])))
+    first = reasons[0]
+    if first.code == "scheme":
         schemes = dict.fromkeys(scheme for spec, _ in against for scheme in spec.schemes)
-        needs = nearest_schemes(tuple(schemes), request.local_quant)
-    else:
-        alike = [r.needs for _, rs in against for r in rs if (r.code, r.field) == (nearest.code, nearest.field)]
-        needs = " or ".join(dict.fromkeys(alike))
-    machine = f"{environment.device_type} {environment.arch}".strip()
-    slow = f"{runner.full_name} is for any device and may be slow"
-    return f"{slow}: what is for {machine} needs {needs}, found {nearest.found}"
+        return nearest_schemes(tuple(schemes), request.local_quant), first.found
+    alike = [
+        reason.needs
+        for _, reasons in against
+        for reason in reasons
+        if (reason.code, reason.field) == (first.code, first.field)
+    ]
+    return " or ".join(dict.fromkeys(alike)), first.found

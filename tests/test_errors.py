@@ -68,6 +68,16 @@ def test_problems_that_differ_in_the_expert_share_a_line() -> None:
     ]
 
 
+def test_no_problem_is_lost_where_others_read_alike() -> None:
+    other = [f"experts.1.w1.scale: expert {number} has 0; expected more" for number in (5, 6)]
+    twice = ["experts.1.w1.weight: missing"] * 2
+    assert str(WeightsError.listing("wrong:", other + twice)).splitlines()[1:] == [
+        f"  {line}" for line in (*other, twice[0])
+    ]
+    many = [f"tensor {number}" for number in range(50)] + twice
+    assert str(WeightsError.listing("wrong:", many)).splitlines()[-1] == "  and 2 more"
+
+
 def test_what_a_message_leaves_out_is_counted_by_problems() -> None:
     problems = [f"layers.{layer}.mlp.experts.{e}.w1.weight: missing" for layer in range(60) for e in range(8)]
     assert str(WeightsError.listing("wrong:", problems)).splitlines()[-1] == "  and 80 more"

@@ -167,14 +167,6 @@ def test_weights_without_data_are_refused(stranger: object, found: str) -> None:
         layer.load_weights(RawWeights(tensors={**random_tensors(SMALL), "w13": stranger}))
 
 
-@pytest.mark.error_path
-def test_an_odd_number_of_packed_channels_is_refused() -> None:
-    request = LayerRequest(num_experts=2, top_k=1, hidden_size=33, intermediate_size=32, quant=MXFP4_W4A16)
-    layer = MoELayer(request, environment=CPU, manager=torch_manager())
-    with pytest.raises(WeightsError, match="33 input channels of a rank cannot be stored"):
-        layer.load_weights(RawWeights(tensors={}))
-
-
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_few_rows_in_aligned_bf16_groups(num_tokens: int) -> None:
     request = attrs.evolve(SMALL, a2a_backend="none.contiguous")

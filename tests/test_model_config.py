@@ -27,7 +27,20 @@ def test_names_of_top_k(name):
 
 def test_the_experts_own_intermediate_size_wins():
     assert only_request(BASE).intermediate_size == 256
-    assert only_request(changed(moe_intermediate_size=48)).intermediate_size == 48
+    assert only_request(changed(moe_intermediate_size="removed")).intermediate_size == 512
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_the_width_of_dense_layers_is_not_that_of_experts(family):
+    # As a configuration written by hand may lack it; the model would have the default of its class.
+    with pytest.raises(SpecError, match=f"{family}.*no moe_intermediate_size.*that of dense layers"):
+        only_request(changed(model_type=family, moe_intermediate_size="removed"))
+    assert only_request(changed(model_type=family)).intermediate_size == 256
+
+
+def test_a_model_without_experts_is_told_so_whatever_else_is_missing():
+    with pytest.raises(SpecError, match="is it an MoE model"):
+        only_request({"model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "moe_hidden_size", "routed_expert_hidden_size"])

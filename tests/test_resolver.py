@@ -175,7 +175,7 @@ def test_what_runs(fields: dict[str, Any], machine: Environment, expected: list[
             A3,
             "ascend_npu:fuseep.mode1",
             "limit: needs intermediate_size <= 3072, found intermediate_size 3136; mode 2 takes more; or "
-            "tp_size 2, 4, 7 fits",
+            "tp_size 2, 4, 7 fit",
             id="2I of 6272",
         ),
         pytest.param({"quant": W8A8_INT8}, A2, "ascend_npu:fuseep.mode1", "arch: needs a3, found a2", id="fused on a2"),
@@ -608,7 +608,7 @@ def test_exclude(name: str) -> None:
     ("fields", "hints"),
     [
         # Of 96 channels on four ranks each has 24; 96, 48 and 32 are whole tiles.
-        ({"intermediate_size": 96, "tp_size": 4}, ["takes more; or tp_size 2, 3, 6 fits"]),
+        ({"intermediate_size": 96, "tp_size": 4}, ["takes more; or tp_size 2, 3, 6 fit"]),
         ({"intermediate_size": 100, "tp_size": 4}, ["takes more"]),
         # No split over ranks changes that.
         ({"intermediate_size": 96, "hidden_size": 100}, ["takes more"]),

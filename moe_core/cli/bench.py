@@ -244,11 +244,12 @@ class _Measured:
         if self.report is None or not count:
             stderr().print(f"{what}; nothing was measured", soft_wrap=True)
             return
-        _show(self.report, as_json, plot)
         where = ""
         if self.output is not None:
+            # First: where it would be shown there may be nobody any more.
             self.report.write(self.output)
             where = f", in {self.output}"
+        _show(self.report, as_json, plot)
         stderr().print(f"{what}; what was measured until then: {counted(count, 'figure')}{where}", soft_wrap=True)
 
 

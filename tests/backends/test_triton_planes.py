@@ -36,7 +36,9 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the rows that were put in the order of planes by a launch of their own."""
     shapes: list[tuple[int, ...]] = []
     real = experts.rows_in_planes
-    monkeypatch.setattr(experts, "rows_in_planes", lambda rows, *pdl: shapes.append((*rows.shape,)) or real(rows, *pdl))
+    monkeypatch.setattr(
+        experts, "rows_in_planes", lambda rows, **more: shapes.append((*rows.shape,)) or real(rows, **more)
+    )
     return shapes
 
 

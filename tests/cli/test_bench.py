@@ -19,7 +19,7 @@ from moe_core.bench.contenders import Combination
 from moe_core.planner import without_copies
 from moe_core.tuning import ceilings
 from moe_core.tuning.layers import Batches
-from moe_core.tuning.timing import FEWEST_SAMPLES
+from moe_core.tuning.timing import FEWEST_SAMPLES, take_turns
 
 SIZES = ("--num-experts", "4", "--top-k", "2", "--hidden-size", "128", "--intermediate-size", "128")
 BIND = Combination.bind
@@ -234,6 +234,22 @@ def test_what_was_measured_before_a_signal_is_shown_and_written(call, monkeypatc
     assert [row["num_tokens"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == [3, 4]
     found, out, _ = call(*words, "--tokens", "3", "--json")
     assert (found, len(json.loads(out)["rows"])) == (code, 1)
+
+
+@pytest.mark.error_path
+def test_what_was_measured_is_written_also_where_nothing_can_be_shown(call, monkeypatch, tmp_path):
+    def show(*arguments):
+        raise BrokenPipeError
+
+    def stop(entries, repeats, seconds, failed, so_far):
+        take_turns(entries, repeats, seconds, failed, so_far)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_core.bench.run.take_turns", stop)
+    monkeypatch.setattr("moe_core.cli.bench._show", show)
+    file = tmp_path / "figures.json"
+    assert call("bench", *SIZES, *QUICK, "--peer", "none", "--output", str(file))[0] == 130
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rows"]) == 1
 
 
 def test_clocks_are_those_that_there_are():

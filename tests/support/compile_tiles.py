@@ -22,9 +22,15 @@ from moe_core.kernels.triton.tiles import Tile
 from moe_core.quant import FP8_BLOCK128, FP16, W4A16_INT4_G128, W8A16_INT8, QuantScheme
 from moe_core.weights.expected import expected_tensors
 
-#: fp16 layers: their rows are summed in fp32, so that of all results theirs take most room.
-SCHEMES = {"half": FP16, "byte": FP8_BLOCK128, "byte_weight": W8A16_INT8}
-SCHEMES |= dict.fromkeys(("narrow", "planes"), W4A16_INT4_G128)
+#: Operands -> scheme and dtype of a layer. Rows of fp16 layers are summed in fp32, so that of all results theirs take
+#: most room; only bf16 layers have planes.
+LAYERS = {
+    "half": (FP16, "fp16"),
+    "byte": (FP8_BLOCK128, "fp16"),
+    "byte_weight": (W8A16_INT8, "fp16"),
+    "narrow": (W4A16_INT4_G128, "fp16"),
+    "planes": (W4A16_INT4_G128, "bf16"),
+}
 #: Of one program on Hopper.
 _MOST_BYTES = 227 << 10
 
@@ -44,14 +50,14 @@ def large_tiles() -> Iterator[tuple[str, str, TilePair]]:
                     yield operands, runner, pair
 
 
-def launch(quant: QuantScheme, runner: str, pair: TilePair) -> None:
+def launch(quant: QuantScheme, dtype: str, runner: str, pair: TilePair) -> None:
     """One layer of a few tokens with these tiles."""
     request = LayerRequest(
         num_experts=4,
         top_k=2,
         hidden_size=512,
         intermediate_size=512,
-        dtype="fp16",
+        dtype=dtype,
         quant=quant,
         runner_backend=runner,
     )
@@ -68,7 +74,7 @@ def main() -> None:
     compile_only(90, lambda _, shared: taken.append(shared))
     for operands, runner, pair in [*dict.fromkeys(large_tiles())]:
         taken.clear()
-        launch(SCHEMES[operands], runner, pair)
+        launch(*LAYERS[operands], runner, pair)
         print("fits:" if max(taken) <= _MOST_BYTES else "too large:", operands, runner, max(taken), *pair)
 
 

@@ -28,6 +28,11 @@ def peer_layer(request: LayerRequest, tensors: dict[str, torch.Tensor], group: E
     return layer
 
 
+def _device(layer: MoELayer) -> torch.device:
+    """Where its weights lie."""
+    return next(iter(layer._bound.weights.tensors.values())).data.device
+
+
 def poison(layer: MoELayer) -> None:
     """NaN wherever tokens and sums may come to lie, and soon the last forward that has a number of its own.
 
@@ -37,7 +42,7 @@ def poison(layer: MoELayer) -> None:
         shared = bound.dispatch.__self__._shared.buffer  # type: ignore[union-attr]
         shared.own[: shared.layout.ids_at].fill_(255)
         shared.state[:4] = 2**31 - 2
-    if layer._bound._device.type == "cuda":
+    if _device(layer).type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
@@ -52,7 +57,7 @@ def outputs(
     layer = peer_layer(request, tensors, group)
     if request.a2a_backend == "peer_memory.standard":
         poison(layer)
-    device = layer._bound._device
+    device = _device(layer)
     return torch.cat([layer(*(tensor.to(device) for tensor in tokens)) for tokens in forwards])
 
 
@@ -109,7 +114,7 @@ def left_midway(
         raise ValueError("no memory for you")
 
     layers = [peer_layer(request, tensors, group) for _ in range(2)]
-    tokens = tuple(tensor.to(layers[0]._bound._device) for tensor in tokens)
+    tokens = tuple(tensor.to(_device(layers[0])) for tensor in tokens)
     before, said = layers[0](*tokens), []
     for layer, overlap in ((layers[0], fail), (layers[0], None), (layers[1], None)):
         try:

@@ -249,10 +249,10 @@ class TritonExperts:
         """First projection and activation; with `slots`, of `rows` that are tokens."""
         num_rows, tile = rows.shape[0] if slots is None else slots.order.shape[0], pair[0]
         # Tokens are rounded once each, rows where they are. Sorting, which may still run, does not write tokens.
-        early = "write" if self.pdl and slots is not None else ""
-        operand, scale = self.w13.rounded(rows, tiles if slots is None else None, pdl=early)
+        early = self.pdl and slots is not None
+        operand, scale = self.w13.rounded(rows, tiles if slots is None else None, pdl="write" if early else "")
         if tile.planes:
-            operand = rows_in_planes(operand, early)
+            operand = rows_in_planes(operand, pdl=early)
         gather: dict[str, Any] = {} if slots is None else {"order": slots.order, "top_k": slots.row_map.shape[1]}
         rounds, size = self.first.rounds(tile), (num_rows, self.first.width)
         floats = self.dtype if self.w2.rounds_to is None and self.module is None else self.row_dtype

@@ -22,7 +22,23 @@ OPERANDS = ("half", "byte", "byte_weight", "narrow", "planes")
 #: Bytes of a value that a tile of rows, and one of weights, takes in shared memory.
 _BYTES = {"half": (2, 2), "byte": (1, 1), "byte_weight": (2, 1), "narrow": (2, 1), "planes": (2, 1)}
 
-
+#: Of weights in planes, on every card (H200, 2026-11-29); above 32 rows per expert those of other 4-bit weights.
+_IN_PLANES: dict[float, TilePair] = {
+    8: (
+        Tile(16, 64, 128, 4, 3, swap=True, planes=True),
+        Tile(16, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+    ),
+    24: (
+        Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+        Tile(32, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
+    ),
+    32: (
+        Tile(32, 64, 128, 4, 3, swap=True, planes=True),
+        Tile(32, 256, 128, 4, 3, swap=True, own_rows=True, planes=True),
+    ),
+    96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+    math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+}
 #: Card -> operands -> most rows per expert, on average, and the tiles that are best up to there (docs/tried.md;
 #: H100 2026-11-28, H200 2026-11-29). With few rows, weights are the operand of 64 rows; with many, they come through
 #: the bulk copy engine. An H200 has the multiprocessors of an H100 and 1.4 times its bandwidth: there, two or more
@@ -64,22 +80,7 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
             96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
             math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
         },
-        "planes": {
-            8: (
-                Tile(16, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(16, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            24: (
-                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(32, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            32: (
-                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(32, 256, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
-        },
+        "planes": _IN_PLANES,
     },
     "H200": {
         "half": {
@@ -115,22 +116,7 @@ MEASURED: dict[str, dict[str, dict[float, TilePair]]] = {
             96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
             math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
         },
-        "planes": {
-            8: (
-                Tile(16, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(16, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            24: (
-                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(32, 128, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            32: (
-                Tile(32, 64, 128, 4, 3, swap=True, planes=True),
-                Tile(32, 256, 128, 4, 3, swap=True, own_rows=True, planes=True),
-            ),
-            96: (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-            math.inf: (Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
-        },
+        "planes": _IN_PLANES,
     },
 }
 #: The same for weights in panels (H200, 2026-11-29). A step is a panel's columns, 128 bytes.

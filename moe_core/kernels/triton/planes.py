@@ -23,7 +23,6 @@ from moe_core.payloads import Tensor
 _BLOCK = 1024
 
 
-@triton.constexpr_function
 def _instructions(has_zero: bool) -> str:
     """PTX from two words to eight registers, each with the two codes of one place; zero points come after the words.
 
@@ -45,10 +44,10 @@ def _instructions(has_zero: bool) -> str:
     return "{ " + ";\n".join(lines) + "; }"
 
 
-@triton.constexpr_function
-def _registers(has_zero: bool) -> str:
-    """Eight results, which are written before the last input is read, and the inputs."""
-    return ",".join(["=&r"] * 8 + ["r"] * (2 + has_zero))
+# Values, not functions of constants: torch's compiler copies kernels with what they name, and not all releases those.
+_CODES, _CODES_LESS_ZEROS = tl.constexpr(_instructions(False)), tl.constexpr(_instructions(True))
+#: Eight results, which are written before the last input is read, and two or three inputs.
+_OF_TWO, _OF_THREE = (tl.constexpr(",".join(["=&r"] * 8 + ["r"] * count)) for count in (2, 3))
 
 
 @triton.jit
@@ -73,11 +72,11 @@ def add_planes(
     """`acc + w @ x.T` of int4 weights, and rows whose columns are in the order of planes.
 
     Args:
-        acc: fp32 `[BN, BM]`.
-        rows: Pointers `[BN]` to the first words of weight rows.
+        acc: fp32 `[BW, BM]`, of `BW` weight rows and `BM` rows.
+        rows: Pointers `[BW]` to the first words of weight rows.
         x: Pointers `[BM]` to bf16 rows.
         there: `[BM]`, the rows that exist.
-        scales: Pointers `[BN]` to each weight row's first scale, or None.
+        scales: Pointers `[BW]` to each weight row's first scale, or None.
         zeros: The same of int8 zero points.
         num_inputs: A multiple of 128.
         stride_scale: From one scale to the next.
@@ -114,17 +113,14 @@ def _codes(words, zero):
     """`[rows, 16]` words -> eight operands of that shape, less the zero points `[rows]` (or None)."""
     if INTERPRETED:
         planes = _codes_by_numbers(words, zero)
+    elif zero is None:
+        planes = tl.inline_asm_elementwise(_CODES, _OF_TWO, [words], (tl.bfloat16,) * 8, is_pure=True, pack=2)
     else:
-        inputs = (words,)
-        if zero is not None:
-            inputs += (tl.broadcast_to((zero.to(tl.float32) + 8.0).to(tl.bfloat16)[:, None], words.shape),)
+        # Zero points count from -8 as well.
+        offset = tl.broadcast_to((zero.to(tl.float32) + 8.0).to(tl.bfloat16)[:, None], words.shape)
+        inputs = [words, offset]
         planes = tl.inline_asm_elementwise(
-            _instructions(zero is not None),
-            _registers(zero is not None),
-            inputs,
-            (tl.bfloat16,) * 8,
-            is_pure=True,
-            pack=2,
+            _CODES_LESS_ZEROS, _OF_THREE, inputs, (tl.bfloat16,) * 8, is_pure=True, pack=2
         )
     return planes
 
@@ -151,12 +147,13 @@ def _code(words, AT: tl.constexpr, zero):
     return as_operand(narrow(code, tl.bfloat16))
 
 
-def rows_in_planes(rows: Tensor, pdl: str = "") -> Tensor:
+def rows_in_planes(rows: Tensor, *, pdl: bool = False) -> Tensor:
     """Rows with their columns in the order of planes.
 
     Args:
         rows: `[R, C]`, `C` a multiple of 128, of any dtype.
-        pdl: As in `quantize_rows`.
+        pdl: Start before the launch in front has ended (see the package), and wait for it before anything is written;
+            it may not write `rows`.
     """
     rows = flat_rows(rows)
     num_rows, width = rows.shape
@@ -164,7 +161,7 @@ def rows_in_planes(rows: Tensor, pdl: str = "") -> Tensor:
     sizes = width, rows.stride(0)
     key = pdl, looked_at(rows, out, *sizes)
     grid = num_rows, divided_up(width, _BLOCK), 1
-    _launches(key, grid, (rows, out, *sizes), lambda: ({"BLOCK": _BLOCK, "PDL": pdl}, {"launch_pdl": pdl != ""}))
+    _launches(key, grid, (rows, out, *sizes), lambda: ({"BLOCK": _BLOCK, "PDL": pdl}, {"launch_pdl": pdl}))
     return out
 
 
@@ -174,7 +171,7 @@ def _rows_in_planes(rows, out, width, stride, BLOCK: tl.constexpr, PDL: tl.const
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
     values = tl.load(rows + row * stride + columns, mask=there)
-    if PDL == "write":
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row * width + place_in_planes(columns), values, mask=there)

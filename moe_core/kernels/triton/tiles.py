@@ -24,8 +24,8 @@ class Tile:
         swap: The weights are the first operand of the matrix instruction, whose tile has at least 64 rows.
         own_rows: Of a second projection: its programs wait for the rows of their own tile only, in which those of the
             first projection count themselves, instead of for the end of the first; `tma_rows` then means nothing.
-        planes: Weights of int4 are decoded where they are read (`moe_core.kernels.triton.planes`), and the rows
-            have their columns in that order; `k` is 128, and `swap` set.
+        planes: Weights of int4 are decoded in planes (`moe_core.kernels.triton.planes`), and the rows have their
+            columns in that order; `k` is 128, and `swap` set.
     """
 
     m: int

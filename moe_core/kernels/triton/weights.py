@@ -12,8 +12,8 @@ from moe_core.kernels.triton.interpreter import INTERPRETED, as_operand, narrow,
 from moe_core.kernels.triton.launch import is_aligned
 from moe_core.payloads import Tensor
 
-#: Sizes of scales of int4 are below it: they are multiplied by up to 2**22 (`_int4`). e2m1 takes all that fp32
-#: has. Reading codes as fractions beside a power of two would lift this, with an instruction more for each code.
+#: Sizes of scales of int4 are below it: they are multiplied by up to 2**22 (`_int4`). e2m1 takes all that fp32 has.
+#: Reading codes as fractions beside a power of two would lift this, with an instruction more for each code.
 INT4_SCALE_LIMIT = 2.0**106
 
 

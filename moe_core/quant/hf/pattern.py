@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -17,9 +18,12 @@ from moe_core.quant.hf.weight import EXPERT, UnreadableNameError, Weight
 
 #: What Python raises for an expression that it does not compile: a wrong one, one of too large numbers, or too deep.
 _UNCOMPILED = (re.error, OverflowError, RecursionError)
-#: How often a repeat or alternatives may follow others with no letter between them, where the first ends in every
-#: place. Each time multiplies the time by the length of a name, so that three take seconds for all experts of a layer.
-_MOST_TOUCHING = 2
+#: Most ways in which a name may be read, as far as an expression's form bounds them. One repeat after another with no
+#: letter between them ends in every place of a name: three such take milliseconds for each name, four take seconds for
+#: all experts of a layer.
+_MOST_WAYS = 1 << 15
+#: Places in a name.
+_PLACES = 64
 
 _TOKEN = re.compile(
     r"(?P<escape>\\.)"
@@ -118,11 +122,24 @@ def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.define
 class _Group:
-    """What a pair of brackets holds, and how many repeats and alternatives stood between it and the letter before."""
+    """What a pair of brackets holds.
 
-    since_letter: int = 0
-    has_repeats: bool = False
-    has_alternatives: bool = False
+    Attributes:
+        reach: At its beginning, how many repeats there are since the last letter.
+        ways: At its beginning, in how many ways what stands before it may be read.
+        is_look: Whether it only looks at what is around; it is read once for each way to get there.
+        has_choices: Whether it holds a repeat or alternatives.
+        branches: Each alternative before the last: its letters ("" if it is more than those), and reach and ways at
+            its end.
+        text: Letters of the last one, None if it is more than those.
+    """
+
+    reach: int = 0
+    ways: int = 1
+    is_look: bool = False
+    has_choices: bool = False
+    branches: list[tuple[str, int, int]] = attrs.field(factory=list)
+    text: str | None = ""
 
 
 @attrs.define
@@ -141,9 +158,9 @@ class _Form:
     # What a repeat would be about: a kind of token, or the group that was closed.
     _last: str = ""
     _closed: _Group = attrs.field(factory=_Group)
-    # Repeats and alternatives since the last letter, and how often one followed another.
-    _since_letter: int = 0
-    _touching: int = 0
+    # Repeats since the last letter, and in how many ways what was read may be.
+    _reach: int = 0
+    _ways: int = 1
 
     def add(self, kind: str, token: str) -> None:
         """Read the next token."""
@@ -151,10 +168,14 @@ class _Form:
             self._repeat(token)
             return
         if self._last == "letter":
-            self._since_letter = 0
-        if kind == "escape" and not token[1].isalnum():
+            self._reach = 0
+        if (kind == "escape" and not token[1].isalnum()) or (kind == "set" and len(token) == len("[.]")):
             kind, token = "letter", token[1]
-        self._last = kind
+        self._last, group = kind, self._groups[-1]
+        if kind == "letter":
+            group.text = None if group.text is None else group.text + token
+        elif kind not in ("bar", "close"):
+            group.text = None
         if kind == "letter" and len(self._groups) == 1:
             self._runs[-1] += token
             return
@@ -164,9 +185,9 @@ class _Form:
             self._is_plain &= token[1] in "dDsSwWbBAZ"
         elif kind == "bar":
             self._is_plain &= len(self._groups) > 1
-            self._groups[-1].has_alternatives = True
+            self._end_branch()
         elif kind == "open":
-            self._groups.append(_Group(self._since_letter))
+            self._groups.append(_Group(self._reach, self._ways, is_look=token[2:3] in ("=", "!", "<")))
         elif kind == "close":
             self._close()
 
@@ -174,30 +195,52 @@ class _Form:
         """Texts that every match holds, as far as that is plain to see."""
         return _longest_first(self._runs) if self._is_plain else ()
 
+    def _end_branch(self) -> None:
+        group = self._groups[-1]
+        group.branches.append((group.text or "", self._reach, self._ways))
+        group.text, self._reach, self._ways = "", group.reach, group.ways
+
     def _close(self) -> None:
+        if self._groups[-1].branches:
+            self._end_branch()
         closed = self._groups.pop()
         if not self._groups:
             # Closed by a bracket that its surroundings open.
             self._groups, self._is_plain = [_Group()], False
-        self._groups[-1].has_repeats |= closed.has_repeats or closed.has_alternatives
-        self._last, self._closed = "group", closed
-        if closed.has_alternatives:
-            self._touch(closed)
+        if closed.is_look:
+            self._reach, self._ways = closed.reach, closed.ways
+        elif closed.branches:
+            texts, reaches, ways = zip(*closed.branches, strict=True)
+            closed.has_choices = True
+            self._reach = max(reaches)
+            self._count(max(ways) * _most_at_once(texts))
+        self._groups[-1].has_choices |= closed.has_choices
+        self._groups[-1].text, self._last, self._closed = None, "group", closed
 
     def _repeat(self, token: str) -> None:
         of_group = self._closed if self._last == "group" else _Group()
-        if token[0] != "?" and (of_group.has_repeats or of_group.has_alternatives):
+        if token[0] != "?" and of_group.has_choices:
             self.fault = "it repeats a group that itself holds a repeat or alternatives"
         may_be_none = token[0] in "*?" or re.match(r"\{0*[,}]", token) is not None
         if self._last == "letter" and len(self._groups) == 1 and may_be_none:
             self._runs[-1] = self._runs[-1][:-1]
         self._runs.append("")
-        self._groups[-1].has_repeats, self._last = True, "repeat"
-        self._touch(of_group)
+        self._groups[-1].has_choices, self._groups[-1].text, self._last = True, None, "repeat"
+        # The letters of a group that may be left out end nothing before it.
+        self._reach = max(self._reach, of_group.reach)
+        if token[0] == "?":
+            self._count(2 * self._ways)
+        else:
+            self._count(self._ways * (_PLACES if self._reach else 1))
+            self._reach += 1
 
-    def _touch(self, group: _Group) -> None:
-        """Count a repeat or alternatives; the letters of a group that may be left out end nothing before it."""
-        self._since_letter = 1 + max(self._since_letter, group.since_letter)
-        self._touching += self._since_letter > 1
-        if self._touching > _MOST_TOUCHING:
-            self.fault = f"more than {_MOST_TOUCHING} repeats or alternatives follow others at once"
+    def _count(self, ways: int) -> None:
+        self._ways = ways
+        if ways > _MOST_WAYS:
+            self.fault = "too many of its repeats and alternatives follow each other with no letter between them"
+
+
+def _most_at_once(texts: Iterable[str]) -> int:
+    """How many alternatives may match in one place: those that are the beginning of the same one."""
+    numbers = Counter(texts)
+    return max(sum(numbers[text[:end]] for end in range(len(text) + 1)) for text in numbers)

@@ -29,7 +29,7 @@ def _output(script: str, *arguments: str, cache: Path) -> str:
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     wanted = {"sort_pairwise", "grouped_gemm", "_combine", "_first_projection", "_second_projection", "_quantize_rows"}
     wanted |= {"count_blocks", "add_up_blocks", "place_blocks", "_copy_rows", "_row_experts", "_activate_rows"}
-    wanted |= {"_rounded_rows", "_checked_ids"}
+    wanted |= {"_rounded_rows", "_checked_ids", "_rows_in_planes"}
     wanted |= {"try_out", "send_tokens", "receive_ids", "return_sums", "add_sums"}
     assert set(_output("compile_kernels.py", "90", cache=tmp_path).split()) == wanted
 
